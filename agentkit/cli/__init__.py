@@ -1,0 +1,67 @@
+"""The command line. Invariant: starting it loads neither torch nor an environment, and errors are sentences.
+
+An ``AgentkitError`` is printed as its message and ends the process with status 2 (a setting) or 1 (anything else); a
+traceback is shown for a mistake of agentkit's own, or when ``--debug`` asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from agentkit.cli import doctor, env, evaluate, run, sandbox, show
+from agentkit.errors import AgentkitError, ConfigError
+
+app = typer.Typer(
+    help="Write an environment once, train an LLM agent on it anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("eval")(evaluate.evaluate)
+app.command("show")(show.show)
+app.add_typer(env.app, name="env")
+app.add_typer(sandbox.app, name="sandbox")
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agentkit {version('agentkit-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere on the command line.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app(arguments)
+    except AgentkitError as error:
+        if debug:
+            raise
+        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (`head`, say) has what it wants. Closing standard output again would raise once more.
+        sys.stderr.close()
+        sys.exit(1)

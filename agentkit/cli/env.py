@@ -1,0 +1,139 @@
+"""`agentkit env`: list, info, check, play, new.
+
+Invariant: listing imports no environment; what the other commands print about one comes from its class alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agentkit import registry, scaffold
+from agentkit.errors import ConfigError
+
+app = typer.Typer(help="Environments: list, inspect, check, play, and write a new one.", no_args_is_help=True)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="Registered name, such as FrozenLake-v1.")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.")]
+
+
+def arguments_of(pairs: list[str] | None) -> dict[str, Any]:
+    """Read ``key=value`` pairs, values as YAML. Raises ``ConfigError`` for anything else."""
+    arguments = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{pair!r} is not of the form key=value, as in size=8")
+        try:
+            arguments[key] = yaml.safe_load(value)
+        except yaml.YAMLError as problem:
+            raise ConfigError(f"the value of {pair!r} cannot be read: {problem}") from None
+    return arguments
+
+
+@app.command("list")
+def list_environments(
+    load: Annotated[bool, typer.Option("--load", help="Also import each one, to see whether it really loads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show every registered environment, where it comes from, and what is wrong with it."""
+    rows = []
+    for entry in registry.list_envs():
+        if load:
+            try:
+                entry.load()
+            except registry.RegistryError as problem:
+                entry.error = entry.error or str(problem)
+        origin = f"plugin {entry.distribution}" if entry.source == "plugin" else entry.source
+        rows.append({"id": entry.id, "source": origin, "entry_point": entry.target, "error": entry.diagnose()})
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("environment", "from", "entry point", "state")
+    for row in rows:
+        state = f"[red]{escape(row['error'])}[/red]" if row["error"] else "[green]ok[/green]"
+        table.add_row(escape(row["id"]), escape(row["source"]), escape(row["entry_point"]), state)
+    Console().print(table)
+
+
+@app.command()
+def info(id: Id) -> None:
+    """Show what an environment is, what it takes and what it declares."""
+    entry = registry.entry(id)
+    cls: Any = entry.load().entry_point
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(f"{id}  ({entry.target}, {entry.distribution or 'registered in this process'})\n")
+    console.print(f"{inspect.getdoc(cls) or ''}\n")
+    console.print("Rules, as the model is told them:")
+    console.print("\n".join(f"  {line}" for line in cls.instructions_for(**entry.spec.kwargs).splitlines()) + "\n")
+    facts = {
+        "turns": cls.max_turns,
+        "actions a turn": cls.actions_per_turn,
+        "runs": "async" if inspect.iscoroutinefunction(cls.step) else cls.concurrency,
+        "deterministic": "yes" if cls.deterministic else "no",
+        "expert": "yes" if cls.has_expert() else "no",
+        "render modes": ", ".join(cls.metadata.get("render_modes") or []) or "none",
+        "arguments": ", ".join(
+            str(p).split(":")[0] if p.default is p.empty else f"{p.name}={entry.spec.kwargs.get(p.name, p.default)!r}"
+            for p in inspect.signature(cls).parameters.values()
+        ),
+    }
+    for name, value in facts.items():
+        console.print(f"{name:<15}{value}")
+
+
+@app.command()
+def check(
+    id: Id,
+    arguments: Arguments = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one check may take.")] = 120.0,
+) -> None:
+    """Examine an environment: gymnasium's checker, determinism, randomness, types, expert, closing."""
+    from agentkit.envs.check import check as examine
+
+    results = examine(id, timeout=timeout, **arguments_of(arguments))
+    for result in results:
+        mark = typer.style("ok  ", fg=typer.colors.GREEN) if result.passed else typer.style("FAIL", fg=typer.colors.RED)
+        typer.echo(f"{mark}  {result.name}{f': {result.detail}' if result.detail else ''}")
+    failed = sum(not result.passed for result in results)
+    typer.echo(f"{len(results) - failed} of {len(results)} checks passed")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def play(
+    id: Id,
+    arguments: Arguments = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; each further one adds 1.")] = 0,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 1,
+    expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play.")] = False,
+    random: Annotated[bool, typer.Option("--random", help="Let a random agent play.")] = False,
+    delay: Annotated[float, typer.Option(min=0.0, help="Seconds between two actions of an automatic player.")] = 0.0,
+) -> None:
+    """Play an environment in the terminal."""
+    from agentkit.cli import env_play
+
+    if expert and random:
+        raise ConfigError("--expert and --random contradict; choose one, or none to play yourself")
+    player = "expert" if expert else "random" if random else "human"
+    env_play.play(id, arguments_of(arguments), player=player, seed=seed, episodes=episodes, delay=delay)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the package, such as my-env.")],
+    into: Annotated[Path, typer.Option(help="Folder in which the package's own folder is made.")] = Path(),
+) -> None:
+    """Write a complete plugin package: environment, entry point, test, README, training configuration."""
+    written = scaffold.write_package(name, into)
+    typer.echo(f"wrote {written.directory}")
+    typer.echo(f"next:  pip install -e {written.directory} && agentkit env check {written.env_id}")

@@ -1,0 +1,138 @@
+"""``agentkit eval``: measure a run, a model or an endpoint on tasks that are not trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from agentkit.config import RunConfig
+    from agentkit.trainers.rollout.evaluation import EvalResult
+    from agentkit.trainers.rollout.parser import ActionParser
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="Run directory, Hugging Face model, `quickstart`, or an endpoint's model name."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings, as `section.key=value`.", show_default=False)
+    ] = None,
+    env: Annotated[str | None, typer.Option(help="Environment; a run's own by default.", show_default=False)] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 128,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask this OpenAI-compatible server, such as http://localhost:8000/v1.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Play evaluation tasks and report the success rate: `agentkit eval runs/frozen_lake --episodes 256`."""
+    from agentkit.cli.preflight import check
+    from agentkit.cli.signals import STOPPED
+
+    settings = evaluation_settings(target, env, overrides or [])
+    check(settings)
+    typer.echo(f"{settings.env.id}, {target}, {episodes} episodes from seed {settings.evaluation.first_seed} …")
+    began = time.monotonic()
+    try:
+        result = asyncio.run(_play(settings, target, episodes, endpoint))
+    except KeyboardInterrupt:
+        raise typer.Exit(STOPPED) from None
+    for line in report(result, time.monotonic() - began):
+        typer.echo(line)
+
+
+def evaluation_settings(target: str, env: str | None, overrides: list[str]) -> RunConfig:
+    """The run's own settings, or the defaults for a bare model; ``env`` and ``overrides`` on top."""
+    from agentkit.config_io import load_config, parse_config
+    from agentkit.errors import ConfigError
+    from agentkit.run_directory import RunDirectory
+
+    path = Path(target)
+    model = f"model.path={json.dumps(target)}"
+    if (path / "config.yaml").is_file():
+        directory = RunDirectory.open(path)
+        if env is not None and env != directory.config().env.id:
+            # Arguments of the one environment mean nothing to the other.
+            overrides = [f"env={{id: {json.dumps(env)}}}", "evaluation.kwargs={}", *overrides]
+        return load_config(directory.config_file, [model, *overrides])
+    if env is None:
+        raise ConfigError(
+            f"{target} is no run directory, so that it names no environment; add --env, as in --env FrozenLake-v1 "
+            "(`agentkit env list` shows all)"
+        )
+    return parse_config(f"env: {{id: {json.dumps(env)}}}", [model, *overrides], source="agentkit eval")
+
+
+async def _play(settings: RunConfig, target: str, episodes: int, endpoint: str | None) -> EvalResult:
+    from agentkit import registry
+    from agentkit.trainers.rollout.parser import ActionParser
+
+    measured = settings.evaluation
+    env = settings.env.model_copy(update={"kwargs": {**settings.env.kwargs, **measured.kwargs}})
+    settings = settings.model_copy(update={"env": env})
+    parser = ActionParser(env.parser, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
+    seeds = range(measured.first_seed, measured.first_seed + episodes)
+    if endpoint is not None:
+        return await _ask(settings, parser, seeds, endpoint, target)
+    return await _generate(settings, parser, seeds)
+
+
+async def _ask(settings: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str) -> EvalResult:
+    from agentkit.trainers.inference.openai import ChatEndpoint
+    from agentkit.trainers.rollout.evaluation import evaluate_endpoint
+
+    async with ChatEndpoint(endpoint, model, connections=settings.engine.max_batch) as client:
+        return await evaluate_endpoint(settings, client, parser, seeds, temperature=settings.evaluation.temperature)
+
+
+async def _generate(settings: RunConfig, parser: ActionParser, seeds: range) -> EvalResult:
+    from transformers.utils.logging import disable_progress_bar
+
+    from agentkit.trainers.models.load import load_tokenizer
+    from agentkit.trainers.roles import place_engine
+    from agentkit.trainers.rollout.evaluation import evaluate
+    from agentkit.trainers.rollout.renderer import ChatRenderer
+
+    disable_progress_bar()
+    renderer = ChatRenderer(load_tokenizer(settings.model.path))
+    engine = await place_engine(settings)
+    try:
+        await engine.start()
+        return await evaluate(settings, engine, renderer, parser, seeds, temperature=settings.evaluation.temperature)
+    finally:
+        await engine.close()
+
+
+def report(result: EvalResult, seconds: float) -> list[str]:
+    """The figures of an evaluation, the success rate with its 95 % interval."""
+    low, high = wilson_interval(result.success, result.episodes)
+    lines = [
+        f"success   {result.success:.1%}  (95 % interval {low:.1%} to {high:.1%})",
+        f"return    {result.return_mean:.3f}",
+        f"turns     {result.turns_mean:.2f}",
+        f"episodes  {result.episodes} in {seconds:.1f} s",
+    ]
+    if result.failures:
+        lines.append(f"failures  {result.failures} episodes without a result: their environment failed")
+    return lines
+
+
+def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Score interval of a proportion (Wilson 1927): it stays within [0, 1] and is right at rates near 0 and 1."""
+    centre = rate + z * z / (2 * count)
+    spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

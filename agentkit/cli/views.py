@@ -1,0 +1,191 @@
+"""What a run looks like while it runs: a live view on a terminal, plain lines everywhere else.
+
+Invariant: a view only shows; nothing waits for it, and it leaves the terminal as it found it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from agentkit.config import RunConfig
+
+Metrics = Mapping[str, float]
+
+
+class View(Protocol):
+    """Whoever watches a run. ``start`` and ``stop`` belong to who made the view, the rest is called by the run."""
+
+    def start(self, total_steps: int, config: RunConfig) -> None: ...
+
+    def stage(self, name: str) -> None:
+        """A new part of the run begins: ``starting``, ``imitation``, ``training``, ``evaluation``."""
+        ...
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Training step number ``step`` (from 1) has ended."""
+        ...
+
+    def message(self, text: str) -> None: ...
+
+    def stop(self) -> None:
+        """Idempotent."""
+        ...
+
+
+def make_view() -> View:
+    """A live view when standard output is a terminal, else plain lines."""
+    return LiveView() if sys.stdout.isatty() else PlainView()
+
+
+class Progression:
+    """How far a run is: the number of steps, and from their times the seconds that are left."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self._first: tuple[int, float] | None = None
+        self._last = 0.0
+
+    def reached(self, step: int, now: float) -> None:
+        # The first step seen gives the origin: a resumed run does not start at 0, and imitation is no step.
+        self.done, self._last = step, now
+        self._first = self._first or (step, now)
+
+    def seconds_left(self) -> float | None:
+        """None until two steps are known."""
+        if self._first is None or self.done == self._first[0]:
+            return None
+        step, began = self._first
+        return (self._last - began) / (self.done - step) * (self.total - self.done)
+
+
+class Totals:
+    """Counts over the whole run, of metrics that are counted a step."""
+
+    def __init__(self) -> None:
+        self.dropped = self.failures = 0.0
+
+    def add(self, metrics: Metrics) -> None:
+        self.dropped += metrics.get("gate/dropped", 0.0)
+        self.failures += metrics.get("env/failures", 0.0)
+
+
+class PlainView:
+    """One line a stage, a message or a step; made for logs."""
+
+    def start(self, total_steps: int, config: RunConfig) -> None:
+        self._progression, self._totals, self._stage = Progression(total_steps), Totals(), ""
+        self.message(f"{config.env.id}, {config.model.path}, {total_steps} steps → {config.dir}")
+
+    def stage(self, name: str) -> None:
+        if name != self._stage:
+            self._stage = name
+            self.message(f"— {name}")
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._progression.reached(step, time.monotonic())
+        self._totals.add(metrics)
+        parts = [f"{label} {text}" for label, text in figures(metrics, self._totals)]
+        left = self._progression.seconds_left()
+        parts.append(f"left {duration(left)}" if left is not None else "")
+        self.message(f"step {step}/{self._progression.total}  " + "  ".join(part for part in parts if part))
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class LiveView:
+    """A progress bar over a table of the latest figures; messages scroll above."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live: Live | None = None
+
+    def start(self, total_steps: int, config: RunConfig) -> None:
+        self._progression, self._totals = Progression(total_steps), Totals()
+        self._figures: list[tuple[str, str]] = []
+        self._bar = Progress(
+            TextColumn("[bold]{task.description:<10}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("steps ·"),
+            TimeElapsedColumn(),
+            TextColumn("· left {task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("starting", total=total_steps, left="–")
+        self._console.print(f"[bold]{config.env.id}[/] · {config.model.path} · {config.dir}", highlight=False)
+        self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+        self._live.start()
+
+    def stage(self, name: str) -> None:
+        self._bar.update(self._task, description=name)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._progression.reached(step, time.monotonic())
+        self._totals.add(metrics)
+        self._figures = figures(metrics, self._totals)
+        left = self._progression.seconds_left()
+        self._bar.update(self._task, completed=step, left="–" if left is None else duration(left))
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def message(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _render(self) -> Group:
+        if not self._figures:
+            return Group(self._bar)
+        table = Table.grid(padding=(0, 3))
+        for start in range(0, len(self._figures), 5):
+            table.add_row(*(f"[dim]{label}[/] {text}" for label, text in self._figures[start : start + 5]))
+        return Group(self._bar, table)
+
+
+def figures(metrics: Metrics, totals: Totals) -> list[tuple[str, str]]:
+    """Label and text of what is worth a glance, of those metrics that are there."""
+    shown = []
+
+    def add(label: str, key: str, form: str) -> None:
+        if key in metrics:
+            shown.append((label, form.format(metrics[key])))
+
+    add("success", "rollout/success", "{:.1%}")
+    add("return", "rollout/return_mean", "{:.3f}")
+    add("turns", "rollout/turns_mean", "{:.1f}")
+    add("tokens/s", "engine/tokens_per_s", "{:,.0f}")
+    if "staleness/mean" in metrics:
+        shown.append(("staleness", f"{metrics['staleness/mean']:.2f} (max {metrics.get('staleness/max', 0):.0f})"))
+    shown.append(("dropped", f"{totals.dropped:.0f}"))
+    shown.append(("failures", f"{totals.failures:.0f}"))
+    add("loss", "policy/loss", "{:.4f}")
+    add("entropy", "policy/entropy", "{:.3f}")
+    add("step", "time/step", "{:.1f} s")
+    return shown
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3:07` or `2:03:07`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,144 @@
+"""Groups and trajectories as bytes, for the run's records and for checkpoints.
+
+Invariant: decoding gives back what was encoded, array for array and bit for bit (NaNs, signed zeros and lone
+surrogates included). Bytes that are cut short or altered raise; they never decode to something else.
+
+Format (version 1, little-endian throughout)::
+
+    b"AKR1" | zlib( uint32 header length | header | arrays )
+
+The header is UTF-8 JSON: ``{"kind": "group" | "trajectory", "value": …}`` with every field of the dataclasses of
+``agentkit.types`` under its own name. In the place of an array stands its length; the arrays follow the header in the
+order in which their lengths appear (trajectory by trajectory; in each, turn by turn ``prompt_ids``, ``action_ids``,
+``action_logprobs``, then ``final_ids``), int32 or float32, without gaps. zlib's checksum guards the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from agentkit.errors import RunDirectoryError
+from agentkit.types import Group, Trajectory, Turn
+
+_MAGIC = b"AKR1"
+_TURN_ARRAYS = {"prompt_ids": "<i4", "action_ids": "<i4", "action_logprobs": "<f4"}
+_TRAJECTORY_ARRAYS = {"final_ids": "<i4"}
+
+
+def encode_group(group: Group) -> bytes:
+    """Bytes of a group with all its members. Raises ``TypeError`` for an array of another type than documented."""
+    arrays: list[bytes] = []
+    value = {field.name: getattr(group, field.name) for field in fields(Group) if field.name != "members"}
+    value["members"] = [_trajectory_value(member, arrays) for member in group.members]
+    return _pack("group", value, arrays)
+
+
+def decode_group(data: bytes) -> Group:
+    """The group that ``encode_group`` was given. Raises ``RunDirectoryError`` for damaged bytes."""
+    return _unpack(data, "group")
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """Bytes of one trajectory. Raises ``TypeError`` for an array of another type than documented."""
+    arrays: list[bytes] = []
+    value = _trajectory_value(trajectory, arrays)
+    return _pack("trajectory", value, arrays)
+
+
+def decode_trajectory(data: bytes) -> Trajectory:
+    """The trajectory that ``encode_trajectory`` was given. Raises ``RunDirectoryError`` for damaged bytes."""
+    return _unpack(data, "trajectory")
+
+
+def _pack(kind: str, value: dict[str, Any], arrays: list[bytes]) -> bytes:
+    header = json.dumps({"kind": kind, "value": value}, separators=(",", ":"), default=_plain).encode()
+    return _MAGIC + zlib.compress(b"".join((struct.pack("<I", len(header)), header, *arrays)), 1)
+
+
+def _plain(value: Any) -> Any:
+    """Numpy scalars, which environments like to put where Python numbers belong."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be recorded; a trajectory holds numbers, texts and token arrays")
+
+
+def _trajectory_value(trajectory: Trajectory, arrays: list[bytes]) -> dict[str, Any]:
+    value = {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
+    value["turns"] = [_with_lengths(turn, _TURN_ARRAYS, arrays) for turn in trajectory.turns]
+    value["final_ids"] = _append(trajectory.final_ids, "<i4", "final_ids", arrays)
+    return value
+
+
+def _with_lengths(turn: Turn, array_types: dict[str, str], arrays: list[bytes]) -> dict[str, Any]:
+    value = {}
+    for field in fields(Turn):
+        item = getattr(turn, field.name)
+        dtype = array_types.get(field.name)
+        value[field.name] = item if dtype is None else _append(item, dtype, field.name, arrays)
+    return value
+
+
+def _append(array: np.ndarray, dtype: str, name: str, arrays: list[bytes]) -> int:
+    if not isinstance(array, np.ndarray) or array.dtype != np.dtype(dtype) or array.ndim != 1:
+        given = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} is {given}; it must be a numpy array, {np.dtype(dtype).name} [n]")
+    arrays.append(array.astype(dtype, copy=False).tobytes())
+    return len(array)
+
+
+def _unpack(data: bytes, kind: str) -> Any:
+    try:
+        if data[:4] != _MAGIC:
+            raise ValueError(f"it starts with {bytes(data[:4])!r}, not {_MAGIC!r}")
+        body = zlib.decompress(data[4:])
+        (length,) = struct.unpack_from("<I", body)
+        header = json.loads(body[4 : 4 + length])
+        if header["kind"] != kind:
+            raise ValueError(f"it holds a {header['kind']}")
+        reader = _ArrayReader(body, 4 + length)
+        value = header["value"]
+        if kind == "trajectory":
+            result = _trajectory(value, reader)
+        else:
+            members = [_trajectory(member, reader) for member in value.pop("members")]
+            result = Group(**value, members=members)
+        reader.finish()
+        return result
+    except (ValueError, KeyError, TypeError, struct.error, zlib.error) as error:
+        raise RunDirectoryError(
+            f"a recorded {kind} cannot be read back: {error}; it is damaged, or another version of agentkit wrote it"
+        ) from error
+
+
+class _ArrayReader:
+    def __init__(self, body: bytes, offset: int) -> None:
+        self._body = body
+        self._offset = offset
+
+    def take(self, length: int, dtype: str) -> np.ndarray:
+        array = np.frombuffer(self._body, dtype, length, self._offset)
+        self._offset += array.nbytes
+        return array.astype(np.dtype(dtype).newbyteorder("="))
+
+    def finish(self) -> None:
+        if self._offset != len(self._body):
+            raise ValueError(f"{len(self._body) - self._offset} bytes are left over")
+
+
+def _trajectory(value: dict[str, Any], reader: _ArrayReader) -> Trajectory:
+    turns = []
+    for turn in value.pop("turns"):
+        for name, dtype in _TURN_ARRAYS.items():
+            turn[name] = reader.take(turn[name], dtype)
+        turn["versions"] = tuple((version, count) for version, count in turn["versions"])
+        turn["actions"] = tuple(turn["actions"])
+        turns.append(Turn(**turn))
+    for name, dtype in _TRAJECTORY_ARRAYS.items():
+        value[name] = reader.take(value[name], dtype)
+    return Trajectory(**value, turns=turns)

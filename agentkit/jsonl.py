@@ -1,0 +1,76 @@
+"""Files of one JSON object a line, which survive a writer that is killed in the middle of one.
+
+Invariant: every complete line is valid JSON (non-finite numbers stand as null); a torn last line is no record: readers
+skip it, and the next writer removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentkit.run_directory import write_atomically
+
+
+class JsonlWriter:
+    """Appends lines to ``path``; each is handed to the operating system at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(record), allow_nan=False, default=str).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Returns when what was written is on disk."""
+        os.fsync(self._file.fileno())
+
+    def keep(self, condition: Callable[[dict[str, Any]], bool]) -> int:
+        """Remove the records that do not meet ``condition``, at one stroke; returns how many."""
+        kept, removed = [], 0
+        for record in read_jsonl(self._path):
+            if condition(record):
+                kept.append(record)
+            else:
+                removed += 1
+        self._file.close()
+        write_atomically(self._path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+        self._file = self._open()
+        return removed
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self):
+        file = self._path.open("ab", buffering=0)
+        text = self._path.read_bytes()
+        file.truncate(text.rfind(b"\n") + 1)
+        return file
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, in order; nothing when it does not exist yet."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    for line in lines:
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+
+
+def _finite(value: Any) -> Any:
+    if hasattr(value, "item") and not isinstance(value, float):
+        value = value.item()  # a scalar of numpy or torch
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

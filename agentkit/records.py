@@ -1,0 +1,199 @@
+"""The episodes of a run: one SQLite file that holds every trajectory, to write and to read back.
+
+Invariant: a row's columns are those of its trajectory, which is stored whole (``agentkit.codec``) and reads back
+exactly. ``step`` is the training step in which the episode ended; a roll-back to step s leaves the rows with step ≤ s.
+
+The table is made for questions by SQL as well: ``sqlite3 episodes.sqlite "select step, avg(success) from episodes
+where ending = 'trained' group by step"``.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentkit.codec import decode_trajectory, encode_trajectory
+from agentkit.errors import RunDirectoryError
+from agentkit.types import Trajectory
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+create table if not exists episodes (
+    id integer primary key,
+    step integer not null,
+    ending text not null,
+    ending_reason text not null,
+    group_id integer not null,
+    member integer not null,
+    attempt integer not null,
+    env_id text not null,
+    seed integer not null,
+    version_started integer not null,
+    outcome text not null,
+    reason text not null,
+    success integer not null,
+    reward real,
+    turns integer not null,
+    tokens integer not null,
+    duration_s real,
+    recorded_at real not null,
+    trajectory blob not null
+);
+create index if not exists episodes_step on episodes (step);
+"""
+_COLUMNS = (
+    "id, step, ending, ending_reason, group_id, member, attempt, env_id, seed, version_started, outcome, reason, "
+    "success, reward, turns, tokens, duration_s"
+)
+_BUSY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """What a list of episodes shows; fields as in ``Trajectory``, ``ending`` as the rollout loop said."""
+
+    id: int
+    step: int
+    ending: str
+    ending_reason: str
+    group_id: int
+    member: int
+    attempt: int
+    env_id: str
+    seed: int
+    version_started: int
+    outcome: str
+    reason: str
+    success: bool
+    reward: float
+    turns: int
+    tokens: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PendingEpisode:
+    """An episode on its way to the file."""
+
+    step: int
+    trajectory: Trajectory
+    ending: str
+    reason: str
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The file with its table, in WAL mode, so that readers never wait for the run. Raises ``RunDirectoryError``."""
+    try:
+        connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.execute("pragma journal_mode = wal")
+        connection.execute("pragma synchronous = normal")
+        version = connection.execute("pragma user_version").fetchone()[0]
+        if version not in (0, _SCHEMA_VERSION):
+            raise RunDirectoryError(f"{path} was written by another version of agentkit (format {version})")
+        connection.executescript(_SCHEMA)
+        connection.execute(f"pragma user_version = {_SCHEMA_VERSION}")
+        return connection
+    except sqlite3.Error as error:
+        raise RunDirectoryError(f"{path} cannot be written to: {error}") from error
+
+
+def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -> None:
+    """Write episodes in one transaction."""
+    connection.execute("begin")
+    try:
+        connection.executemany(
+            "insert into episodes (step, ending, ending_reason, group_id, member, attempt, env_id, seed, "
+            "version_started, outcome, reason, success, reward, turns, tokens, duration_s, recorded_at, trajectory) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (_values(episode) for episode in episodes),
+        )
+    except BaseException:
+        connection.execute("rollback")
+        raise
+    connection.execute("commit")
+
+
+def _values(episode: PendingEpisode) -> tuple:
+    trajectory = episode.trajectory
+    return (
+        episode.step,
+        episode.ending,
+        episode.reason,
+        trajectory.group_id,
+        trajectory.member,
+        trajectory.attempt,
+        trajectory.env_id,
+        trajectory.seed,
+        trajectory.version_started,
+        trajectory.outcome,
+        trajectory.reason,
+        int(trajectory.success),
+        trajectory.reward,
+        len(trajectory.turns),
+        trajectory.num_tokens,
+        trajectory.duration_s,
+        time.time(),
+        encode_trajectory(trajectory),
+    )
+
+
+def delete_after(connection: sqlite3.Connection, step: int) -> int:
+    """Remove the episodes of later steps; returns how many."""
+    return connection.execute("delete from episodes where step > ?", (step,)).rowcount
+
+
+def list_episodes(
+    path: Path, *, ending: str | None = None, step: int | None = None, last: int | None = None
+) -> list[EpisodeRow]:
+    """Rows in the order of recording, of one ending or step where asked, the ``last`` ones only where asked."""
+    conditions, values = ["1"], []
+    for column, value in (("ending", ending), ("step", step)):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            values.append(value)
+    query = f"select {_COLUMNS} from episodes where {' and '.join(conditions)} order by id desc limit ?"
+    with _reading(path) as connection:
+        rows = connection.execute(query, (*values, -1 if last is None else last)).fetchall()
+    return [_row(row) for row in reversed(rows)]
+
+
+def read_episode(path: Path, episode_id: int) -> tuple[EpisodeRow, Trajectory]:
+    """One episode, whole. Raises ``RunDirectoryError`` when the file has no such episode."""
+    with _reading(path) as connection:
+        query = f"select {_COLUMNS}, trajectory from episodes where id = ?"
+        row = connection.execute(query, (episode_id,)).fetchone()
+        if row is None:
+            first, last = connection.execute("select min(id), max(id) from episodes").fetchone()
+            there = "it holds none yet" if first is None else f"it holds {first} to {last}"
+            raise RunDirectoryError(f"{path} has no episode {episode_id}; {there}")
+    return _row(row[:-1]), decode_trajectory(row[-1])
+
+
+def iterate_trajectories(path: Path, *, ending: str | None = None) -> Iterator[tuple[EpisodeRow, Trajectory]]:
+    """Every episode, whole, one at a time in the order of recording."""
+    for row in list_episodes(path, ending=ending):
+        yield read_episode(path, row.id)
+
+
+def _row(values: tuple) -> EpisodeRow:
+    row = dict(zip(EpisodeRow.__dataclass_fields__, values, strict=True))
+    row["success"] = bool(row["success"])
+    for key in ("reward", "duration_s"):
+        # SQLite stores NaN as null.
+        row[key] = float("nan") if row[key] is None else row[key]
+    return EpisodeRow(**row)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.is_file():
+        raise RunDirectoryError(f"{path} does not exist: the run has recorded no episode yet")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db:
+            yield db
+    except sqlite3.Error as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error}") from error

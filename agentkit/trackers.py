@@ -1,0 +1,123 @@
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
+
+Invariant: importing this module needs neither; a tracker that is asked for and cannot start raises before the run does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from agentkit.config import RunConfig
+from agentkit.errors import ConfigError
+from agentkit.run_directory import RunDirectory
+
+
+class Tracker(Protocol):
+    """Called from one thread only, in the order of steps."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def rollback(self, step: int) -> None:
+        """Hide what was logged after ``step`` by an earlier process; called at most once, before the first ``log``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_trackers(config: RunConfig, directory: RunDirectory) -> list[Tracker]:
+    """The trackers that ``config.trackers`` names. Raises ``ConfigError`` when one is not installed or cannot start."""
+    makers = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    trackers: list[Tracker] = []
+    try:
+        for name in config.trackers:
+            trackers.append(makers[name](config, directory))
+    except BaseException:
+        for tracker in trackers:
+            tracker.close()
+        raise
+    return trackers
+
+
+def _not_installed(name: str) -> ConfigError:
+    return ConfigError(
+        f"trackers: {name} is asked for but not installed; `pip install 'agentkit-rl[{name}]'`, or leave it out"
+    )
+
+
+class TensorBoardTracker:
+    """Event files under ``logs/tensorboard``; see them by ``tensorboard --logdir RUN/logs/tensorboard``."""
+
+    name = "tensorboard"
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError:
+            raise _not_installed(self.name) from None
+        self._make = SummaryWriter
+        self._folder = str(directory.logs / "tensorboard")
+        self._purge_step: int | None = None
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._make(self._folder, purge_step=self._purge_step)
+        # All of imitation happens before the first training step; its own count of updates is its axis.
+        axis = int(metrics.get("imitation/updates", step))
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, axis)
+        self._writer.flush()
+
+    def rollback(self, step: int) -> None:
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandbTracker:
+    """A Weights & Biases run. ``WANDB_MODE=offline`` keeps it on this machine; ``WANDB_PROJECT`` names the project."""
+
+    name = "wandb"
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _not_installed(self.name) from None
+        id_file = directory.logs / "wandb.id"
+        run_id = id_file.read_text() if id_file.exists() else secrets.token_hex(8)
+        id_file.write_text(run_id)
+        try:
+            self._run = wandb.init(
+                project=wandb.setup().settings.project or "agentkit",
+                name=config.name,
+                id=run_id,
+                resume="allow",
+                dir=str(directory.logs),
+                config=config.model_dump(mode="json"),
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"trackers: Weights & Biases cannot start ({error}); log in by `wandb login`, set "
+                "WANDB_MODE=offline, or leave it out of trackers"
+            ) from error
+        # An axis of our own: after a roll-back steps come twice, which W&B's internal one would silently drop.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("imitation/*", step_metric="imitation/updates")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def rollback(self, step: int) -> None:
+        """W&B keeps what it was sent; the steps that are logged again stand beside it on the axis ``step``."""
+
+    def close(self) -> None:
+        self._run.finish()

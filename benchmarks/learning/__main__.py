@@ -1,0 +1,104 @@
+"""Does it learn? Success after imitation alone and after reinforcement learning, against expert and random play.
+
+    python -m benchmarks.learning                       # everything: 3 settings, 3 seeds, async ratio 0 and 1
+    python -m benchmarks.learning --only frozen_lake --seeds 1
+    python -m benchmarks.learning --report              # only the table and the plot, from the results so far
+
+Every run is an ordinary `agentkit run`, in a process of its own; ``--jobs`` of them at a time. A run that is there
+already is not repeated, so that the benchmark can be interrupted. Results: ``runs/learning/results.json``,
+``docs/results/learning.md`` (the table) and ``docs/results/learning.svg`` (the plot).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning.references import expert_and_random
+from benchmarks.learning.report import write_report
+from benchmarks.learning.settings import ASYNC_RATIOS, SETTINGS, Setting
+
+ROOT = Path("runs/learning")
+_IMITATING = threading.Lock()
+"""Held while a model imitates: several seeds may wait for the same one."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one or two cores each")
+    parser.add_argument("--only", choices=[setting.name for setting in SETTINGS])
+    parser.add_argument("--report", action="store_true", help="only write table and plot from what is there")
+    arguments = parser.parse_args()
+    chosen = [setting for setting in SETTINGS if arguments.only in (None, setting.name)]
+    if not arguments.report:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            pairs = [(setting, seed) for seed in range(arguments.seeds) for setting in chosen]
+            list(pool.map(lambda pair: _seed_of_setting(*pair), pairs))
+    results = [collect(setting) for setting in SETTINGS]
+    results = [result for result in results if result["seeds"]]
+    ROOT.mkdir(parents=True, exist_ok=True)
+    (ROOT / "results.json").write_text(json.dumps(results, indent=2))
+    print(write_report(results, Path("docs/results")))
+
+
+def _seed_of_setting(setting: Setting, seed: int) -> None:
+    """Imitation once, then reinforcement learning from its model at every async ratio."""
+    teacher = 0 if setting.one_imitation else seed
+    imitated = ROOT / f"{setting.name}-{teacher}-imitation"
+    with _IMITATING:
+        _run(setting, imitated, teacher, ["steps=0"])
+    for ratio in ASYNC_RATIOS:
+        target = ROOT / f"{setting.name}-{seed}-async{ratio:g}"
+        first = 500_000  # RL tasks differ from those that were imitated
+        _run(
+            setting,
+            target,
+            seed,
+            ["imitation=null", f"model.path={imitated}", f"rollout.async_ratio={ratio}", f"env.first_seed={first}"],
+        )
+
+
+def _run(setting: Setting, directory: Path, seed: int, overrides: list[str]) -> None:
+    if (directory / "done").exists():
+        return
+    if directory.exists():
+        subprocess.run(["rm", "-rf", str(directory)], check=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "agentkit", "run", str(setting.config), f"dir={directory}", f"seed={seed}"]
+    log = directory.with_suffix(".log")
+    with log.open("w") as output:
+        code = subprocess.run([*command, *overrides], stdout=output, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise SystemExit(f"{' '.join(command)} ended with {code}; see {log}")
+    (directory / "done").touch()
+    print(f"{directory.name}: {log.read_text().strip().splitlines()[-1]}", flush=True)
+
+
+def collect(setting: Setting) -> dict[str, Any]:
+    """What the runs of a setting measured: per seed and async ratio, the evaluations and the training curve."""
+    seeds: dict[int, dict[str, Any]] = {}
+    for path in sorted(ROOT.glob(f"{setting.name}-[0-9]*-async*/done")):
+        _, seed, ratio = path.parent.name.rsplit("-", 2)
+        lines = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
+        evaluations = [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
+        steps = [line for line in lines if "rollout/success" in line]
+        seeds.setdefault(int(seed), {})[ratio.removeprefix("async")] = {
+            "before": evaluations[0][1],
+            "after": evaluations[-1][1],
+            "curve": [line["rollout/success"] for line in steps],
+            "seconds": sum(line["time/step"] for line in steps),
+            "staleness": sum(line["staleness/mean"] for line in steps) / max(len(steps), 1),
+        }
+    references = expert_and_random(setting.config) if seeds else {}
+    return {"name": setting.name, "title": setting.title, "seeds": seeds, **references}
+
+
+if __name__ == "__main__":
+    main()

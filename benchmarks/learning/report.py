@@ -1,0 +1,87 @@
+"""The table and the plot of the learning benchmark, from its results alone."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+HEADER = (
+    "| setting | async ratio | random | expert | imitated | after RL | gap closed | share of expert | s / run |\n"
+    "|---|---|---|---|---|---|---|---|---|\n"
+)
+
+PAGE = """# Learning
+
+Written by `python -m benchmarks.learning`. Success on test tasks: the mean, and the range over n seeds. A gap is closed
+when the expert's success is reached.
+
+{table}
+![Success in training, averaged over five steps](learning.svg)
+"""
+
+
+def write_report(results: list[dict[str, Any]], directory: Path) -> str:
+    """Write ``learning.md`` and ``learning.svg`` into ``directory``; returns the table."""
+    directory.mkdir(parents=True, exist_ok=True)
+    table = HEADER + "".join(row for result in results for row in _rows(result))
+    (directory / "learning.md").write_text(PAGE.format(table=table))
+    _plot(results, directory / "learning.svg")
+    return table
+
+
+def _rows(result: dict[str, Any]) -> list[str]:
+    ratios = sorted({ratio for runs in result["seeds"].values() for ratio in runs}, key=float)
+    return [_row(result, ratio) for ratio in ratios]
+
+
+def _row(result: dict[str, Any], ratio: str) -> str:
+    runs = [runs[ratio] for runs in result["seeds"].values() if ratio in runs]
+    before, after = [run["before"] for run in runs], [run["after"] for run in runs]
+    expert = result["expert"]
+    closed = [(late - early) / (expert - early) for early, late in zip(before, after, strict=True)]
+    share = [late / expert for late in after]
+    cells = [
+        result["title"],
+        ratio,
+        f"{result['random']:.1%}",
+        f"{expert:.1%}",
+        _spread(before),
+        _spread(after),
+        _spread(closed),
+        _spread(share),
+        f"{statistics.median(run['seconds'] for run in runs):.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _spread(values: list[float]) -> str:
+    """Mean, and the range over seeds."""
+    return f"{statistics.mean(values):.1%} ({min(values):.1%} – {max(values):.1%}, n={len(values)})"
+
+
+def _plot(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, max(len(results), 1), figsize=(5 * max(len(results), 1), 3.4), squeeze=False)
+    for axis, result in zip(axes[0], results, strict=False):
+        for runs in result["seeds"].values():
+            for ratio, run in runs.items():
+                colour = "tab:blue" if float(ratio) == 0 else "tab:orange"
+                axis.plot(_smooth(run["curve"]), color=colour, alpha=0.7, label=f"async ratio {ratio}")
+        axis.axhline(result["expert"], color="tab:green", linestyle="--", label="expert")
+        axis.axhline(result["random"], color="tab:gray", linestyle=":", label="random")
+        axis.set(title=result["title"], xlabel="training step", ylabel="success in training", ylim=(0, 1.02))
+        handles, labels = axis.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        axis.legend(unique.values(), unique.keys(), fontsize=7, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _smooth(curve: list[float], window: int = 5) -> list[float]:
+    return [statistics.mean(curve[max(0, k - window + 1) : k + 1]) for k in range(len(curve))]

@@ -1,0 +1,34 @@
+"""What is measured: one configuration a setting, and the overrides that make an imitation run or an RL run of it.
+
+Invariant: all runs of a setting and seed start reinforcement learning from the same imitated model, and are evaluated
+on the same test tasks, whose layouts training never sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row group of the table."""
+
+    name: str
+    title: str
+    one_imitation: bool = False
+    """All seeds begin with the model that the first seed imitated with, where imitation takes longer than the rest."""
+
+    @property
+    def config(self) -> Path:
+        return HERE / f"{self.name}.yaml"
+
+
+SETTINGS = (
+    Setting("frozen_lake", "FrozenLake 4×4, deterministic"),
+    Setting("frozen_lake_slippery", "FrozenLake 4×4, slippery", one_imitation=True),
+    Setting("sokoban", "Sokoban 6×6, one box", one_imitation=True),
+)
+ASYNC_RATIOS = (0.0, 1.0)

@@ -1,0 +1,340 @@
+"""Examines an environment: gymnasium's own checker, and what training asks beyond it.
+
+Invariant: every check works on instances of its own, ends within a time limit, and turns whatever goes wrong into a
+result with a reason; ``check`` itself raises nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.utils.env_checker import check_env
+
+from agentkit import registry
+from agentkit.envs.adapters import Blocking
+from agentkit.envs.base import TextEnv
+from agentkit.envs.spaces import Text
+
+RANDOM_STEPS = 1_000
+EXPERT_EPISODES = 8
+_NASTY = (
+    "",
+    " ",
+    "\n",
+    "é√中🙂",
+    "\x1b[31mred\x1b[0m",
+    "\x00",
+    "x" * 10_000,
+    "None",
+    "1e999",
+    "</answer>",
+    "__import__('os')",
+)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What one check found: its name, whether it passed, and why not (or what else is worth knowing)."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+class Failure(Exception):
+    """A check failed; the text says how."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The environment under examination."""
+
+    id: str
+    cls: type[Any]
+    kwargs: dict[str, Any]
+
+    def make(self) -> TextEnv:
+        env = self.cls(**self.kwargs)
+        return env if isinstance(env, TextEnv) else Blocking(env)
+
+
+def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult]:
+    """Examine a registered environment, made with ``kwargs``; ``timeout`` is in seconds, for each check."""
+    try:
+        spec = registry.entry(id).load()
+        arguments = {**spec.kwargs, **kwargs}
+        registry.check_arguments(id, spec.entry_point, arguments)
+    except registry.RegistryError as problem:
+        return [CheckResult("loads", False, str(problem))]
+    subject = Subject(id, spec.entry_point, arguments)  # pyright: ignore[reportArgumentType]
+    results = [CheckResult("loads", True, f"{subject.cls.__module__}:{subject.cls.__qualname__}")]
+    return results + [_bounded(name, function, subject, timeout) for name, function in CHECKS.items()]
+
+
+def _bounded(name: str, function: Callable[[Subject], str], subject: Subject, timeout: float) -> CheckResult:
+    """Run one check in a thread that is left behind if it does not end."""
+    results: list[CheckResult] = []
+
+    def run() -> None:
+        try:
+            results.append(CheckResult(name, True, function(subject)))
+        except Failure as failure:
+            results.append(CheckResult(name, False, str(failure)))
+        except BaseException as problem:  # the environment may raise anything, SystemExit too
+            results.append(CheckResult(name, False, f"{type(problem).__name__}: {problem}"))
+
+    thread = threading.Thread(target=run, name=f"check-{name}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return results[0] if results else CheckResult(name, False, f"did not end within {timeout:g} s: something hangs")
+
+
+def _declarations(subject: Subject) -> str:
+    cls = subject.cls
+    if not isinstance(cls.instructions, str) or not cls.instructions_for(**subject.kwargs).strip():
+        raise Failure("`instructions` is empty: the model would not know the rules; set it on the class")
+    for name in ("max_turns", "actions_per_turn"):
+        value = getattr(cls, name)
+        if not isinstance(value, int) or value < 1:
+            raise Failure(f"`{name}` is {value!r}; it must be a positive integer, set on the class")
+    if cls.concurrency not in ("inline", "thread", "process"):
+        raise Failure(f"`concurrency` is {cls.concurrency!r}; it must be 'inline', 'thread' or 'process'")
+    return f"max_turns={cls.max_turns}, actions_per_turn={cls.actions_per_turn}, concurrency={cls.concurrency}"
+
+
+def _gymnasium(subject: Subject) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        env = subject.make()
+        if not isinstance(env, Blocking):  # made by gymnasium it has a spec, with which all render modes are tried
+            env.close()
+            env = gymnasium.make(f"agentkit:agentkit/{subject.id}", **subject.kwargs).unwrapped
+        try:
+            check_env(env)
+        except AssertionError as problem:
+            raise Failure(str(problem)) from None
+        finally:
+            env.close()
+    notes = {str(entry.message).removeprefix("\x1b[33mWARN: ").removesuffix("\x1b[0m") for entry in caught}
+    return "; ".join(sorted(note for note in notes if "spec" not in note))
+
+
+def _actions(env: TextEnv, info: dict[str, Any], rng: np.random.Generator) -> str:
+    """What a random agent does: mostly something that exists, now and then anything at all."""
+    choice = rng.random()
+    known = info.get("admissible_actions") or getattr(env.action_space, "examples", ())
+    if known and choice < 0.75:
+        return str(known[int(rng.integers(len(known)))])
+    if choice < 0.9:
+        return str(env.action_space.sample())
+    nasty = _NASTY[int(rng.integers(len(_NASTY)))]
+    return nasty if nasty in env.action_space else str(env.action_space.sample())
+
+
+def _examine(env: TextEnv, when: str, result: Any, started: bool) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Hold what ``reset`` or ``step`` returned against the API; returns it in the form of ``step``."""
+    if not isinstance(result, tuple) or len(result) != (5 if started else 2):
+        raise Failure(f"{when} returned {result!r:.200}, not a tuple of {5 if started else 2}")
+    observation, reward, terminated, truncated, info = result if started else (result[0], 0.0, False, False, result[1])
+    if observation not in env.observation_space:
+        raise Failure(f"{when}: the observation {observation!r:.200} is not in {env.observation_space}")
+    if isinstance(reward, bool) or not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
+        raise Failure(f"{when}: the reward {reward!r} is not a finite number")
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(value, bool):
+            raise Failure(f"{when}: {name} is {value!r}, not a bool")
+    for name in ("success", "action_valid"):
+        if not isinstance(info.get(name), bool):
+            raise Failure(f"{when}: info[{name!r}] is {info.get(name)!r}, not a bool")
+    listed = info.get("admissible_actions", [])
+    if not isinstance(listed, list) or any(action not in env.action_space for action in listed):
+        raise Failure(f"{when}: info['admissible_actions'] is {listed!r:.200}, not a list of actions")
+    if info["success"] and not terminated:
+        raise Failure(f"{when}: info['success'] is true, but the episode goes on; a success must terminate it")
+    return observation, float(reward), terminated, truncated, info
+
+
+def _random_agent(subject: Subject) -> str:
+    """Survives a random agent, and returns the right types throughout."""
+    env, rng = subject.make(), np.random.default_rng(0)
+    env.action_space.seed(0)
+    episodes = successes = 0
+    done, steps, info = True, 0, {}
+    limit = subject.cls.max_turns * subject.cls.actions_per_turn
+    for _ in range(RANDOM_STEPS):
+        if done or steps >= limit:
+            info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
+            episodes, steps = episodes + 1, 0
+        action = _actions(env, info, rng)
+        when = f"seed {episodes - 1}, step {steps + 1}, action {action!r:.60}"
+        try:
+            result = env.step(action)
+        except Exception as problem:
+            raise Failure(f"{when}: step raised {type(problem).__name__}: {problem}") from problem
+        _, _, terminated, truncated, info = _examine(env, when, result, True)
+        done, steps, successes = terminated or truncated, steps + 1, successes + info["success"]
+    env.close()
+    return f"{RANDOM_STEPS} steps, {episodes} episodes, {successes} solved"
+
+
+def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:
+    """A digest of all that a seeded random agent does and sees in three episodes."""
+    digest = hashlib.sha256()
+    env = Subject("", cls, kwargs).make()
+    for seed in (0, 1, 2):
+        env.action_space.seed(seed)
+        rng = np.random.default_rng(seed)
+        observation, info = env.reset(seed=seed)
+        digest.update(repr((seed, observation)).encode())
+        for _ in range(30):
+            action = _actions(env, info, rng)
+            observation, reward, terminated, truncated, info = env.step(action)
+            seen = (action, observation, float(reward), terminated, truncated, sorted(info.items(), key=str))
+            digest.update(repr(seen).encode(errors="backslashreplace"))
+            if terminated or truncated:
+                break
+    env.close()
+    return digest.hexdigest()
+
+
+def _determinism(subject: Subject) -> str:
+    """The same seed and actions give the same episode: in two instances, and in another process."""
+    if not subject.cls.deterministic:
+        return "declared not deterministic: not checked"
+    first = fingerprint(subject.cls, subject.kwargs)
+    if fingerprint(subject.cls, subject.kwargs) != first:
+        raise Failure("two instances differ under the same seeds and actions; draw from self.np_random alone")
+    address = f"{subject.cls.__module__}:{subject.cls.__qualname__}"
+    try:
+        arguments = json.dumps([address, subject.kwargs])
+    except TypeError:
+        return "arguments cannot be sent to another process: checked in this one only"
+    if subject.cls.__module__ == "__main__" or "<locals>" in address:
+        return "the class cannot be imported by name: checked in this process only"
+    script = (
+        "import sys, json; from agentkit import registry; from agentkit.envs.check import fingerprint; "
+        "address, kwargs = json.loads(sys.argv[1]); "
+        "print(fingerprint(registry.Entry('x-v0', registry.EnvSpec(address), 'explicit').load().entry_point, kwargs))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    other = subprocess.run(
+        [sys.executable, "-c", script, arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=90,
+        check=False,
+    )
+    if other.returncode != 0:
+        raise Failure(f"in another process it fails: {other.stderr.strip()[-300:]}")
+    if other.stdout.split()[-1] != first:
+        raise Failure("another process gives other episodes: something depends on hash(), on the order of a set, …")
+    return "in two instances and in another process"
+
+
+def _global_randomness(subject: Subject) -> str:
+    """Neither draws from nor seeds a generator that it does not own."""
+
+    def states() -> tuple[object, object]:
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        return random.getstate(), (kind, np.asarray(keys).tobytes(), rest)
+
+    saved = random.getstate(), np.random.get_state()
+    try:
+        # From seeds that nobody uses: an environment that seeds the global generators the same way every time would
+        # otherwise leave them as it found them.
+        random.seed("agentkit")
+        np.random.seed(271_828)
+        before = states()
+        fingerprint(subject.cls, subject.kwargs)
+        after = states()
+    finally:
+        random.setstate(saved[0])
+        np.random.set_state(saved[1])
+    for name, old, new in zip(("random", "numpy.random"), before, after, strict=True):
+        if old != new:
+            raise Failure(f"the global generator of `{name}` was used; draw from self.np_random instead")
+    return ""
+
+
+def _expert(subject: Subject) -> str:
+    """The expert solves the task: always, or, where chance rules, more often than a random agent."""
+    if not subject.cls.has_expert():
+        return "there is none: no imitation, no upper bound"
+    solved = [_play(subject, seed, expert=True) for seed in range(EXPERT_EPISODES)]
+    share = sum(success for success, _ in solved) / EXPERT_EPISODES
+    if share == 1.0:
+        return f"solved {EXPERT_EPISODES} of {EXPERT_EPISODES} episodes"
+    seeds = [seed for seed, (success, _) in enumerate(solved) if not success]
+    if not any(chance for _, chance in solved):
+        raise Failure(f"the expert does not solve seeds {seeds} within {subject.cls.max_turns} turns")
+    baseline = [_play(subject, seed, expert=False)[0] for seed in range(EXPERT_EPISODES)]
+    if sum(baseline) >= EXPERT_EPISODES * share:
+        raise Failure(f"the expert solves {share:.0%} of the episodes, no more than a random agent")
+    return f"solved {share:.0%}; a random agent {sum(baseline) / EXPERT_EPISODES:.0%} (steps depend on chance)"
+
+
+def _play(subject: Subject, seed: int, *, expert: bool) -> tuple[bool, bool]:
+    """Play one episode; returns whether it was solved, and whether stepping drew random numbers."""
+    env, rng = subject.make(), np.random.default_rng(seed)
+    _, info = env.reset(seed=seed)
+    state = str(env.np_random.bit_generator.state)
+    done = success = False
+    for _ in range(subject.cls.max_turns * subject.cls.actions_per_turn):
+        action = next(env.expert(), None) if expert else _actions(env, info, rng)
+        if done or action is None:
+            break
+        _, _, terminated, truncated, info = env.step(action)
+        done, success = terminated or truncated, success or info["success"]
+        if done:
+            break
+    chance = str(env.np_random.bit_generator.state) != state
+    env.close()
+    return success, chance
+
+
+def _close(subject: Subject) -> str:
+    env = subject.make()
+    env.close()  # before any reset, too
+    env.close()
+    env = subject.make()
+    env.reset(seed=0)
+    env.close()
+    env.close()
+    return ""
+
+
+def _any_text(subject: Subject) -> str:
+    """Both spaces take texts as models write them."""
+    env = subject.make()
+    for name, space in (("observation_space", env.observation_space), ("action_space", env.action_space)):
+        if not isinstance(space, Text):
+            raise Failure(f"{name} is {space}; use agentkit.Text, which takes any Unicode")
+    env.close()
+    return ""
+
+
+CHECKS: dict[str, Callable[[Subject], str]] = {
+    "declares what it needs": _declarations,
+    "spaces take any text": _any_text,
+    "passes gymnasium's checker": _gymnasium,
+    "survives a random agent": _random_agent,
+    "same seed, same episode": _determinism,
+    "leaves global generators alone": _global_randomness,
+    "expert solves it": _expert,
+    "close can be called twice": _close,
+}
+"""Name and function of every check; each returns a remark or raises."""

@@ -1,0 +1,1452 @@
+"""What runs inside a sandbox for its host: one file, Python 3.8 or newer, the interpreter's built-in modules only.
+
+    python3 -I -S agent.py DIRECTORY
+
+Invariant: one loop, no thread, nothing in it waits. It starts commands, bounds what they write and how long they
+live, and kills their whole trees, those that ran away into other sessions included. It connects **out** to every
+``*.sock`` in ``DIRECTORY`` (read-only, the host's), never listens for its host, and ends itself when no host was heard
+of for ``idle_timeout`` seconds. Whatever may block (files on strange file systems, whole directories) is done by a
+forked child that can be killed like a command.
+
+Memory is counted against the sandbox, and a hundred agents may share a host: hence no ``os``, ``socket``, ``json`` or
+``subprocess``, which together cost more than all the rest. ``wire.py`` describes the frames.
+"""
+# ruff: noqa: SIM105  (contextlib costs memory, too)
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+
+import _ctypes
+import _signal
+import _socket
+import _stat
+import errno
+import posix
+import select
+import sys
+import time
+from _collections import deque
+from _struct import Struct
+from _struct import error as StructError
+
+VERSION = 1
+MAX_PAYLOAD = 1 << 20
+CHUNK = 1 << 18
+RELAYS = 1 << 31
+WINDOW = 1 << 18
+"""Bytes of input of one job or relayed connection that may wait here."""
+
+(HELLO, PING, PONG, RUN, STARTED, INPUT, INPUT_END, OUTPUT, ERRORS, CREDIT, SIGNAL, CANCEL, DONE, FAIL, RELAY, OPEN,
+ OUTPUT_END) = range(1, 18)  # fmt: skip
+COMMAND, PATH, TOO_LARGE, DISK_FULL, RESOURCES, BAD_REQUEST, FORGOTTEN, INTERNAL = range(1, 9)
+TIMED_OUT, TRUNCATED, OOM_KILLED, TAINTED = 1, 2, 4, 8
+
+READ = 1 << 16
+BACKLOG = 1 << 20
+"""Unsent bytes from which on output is no longer read: the program waits for its host."""
+LINKS = 4
+JOBS = 512
+CONNECTIONS = 128
+KEPT_KEYS, KEPT_BYTES, FORGOTTEN_KEYS = 256, 16 << 20, 4096
+DRAINS = 64
+SCAN = 1.0
+GRACE = 0.1
+"""Seconds after a command's end in which those that inherited its output may still write."""
+FLUSH = 0.1
+"""Seconds that output waits before it is sent ahead of the result."""
+KILL = 1.5
+"""Seconds until processes that do not die taint the sandbox."""
+OOM_SCORE = b"500"
+NEVER = float("inf")
+
+HEADER = Struct("!IBI")
+INTEGER = Struct("!q")
+FLOAT = Struct("!d")
+LENGTH = Struct("!I")
+DEFAULT_PATH = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class Malformed(Exception):
+    """A host sent what the protocol forbids."""
+
+
+class Refused(Exception):
+    """A request that did nothing: ``args`` are the failure's code and errno."""
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+def pack(*fields):
+    parts = []
+    for field in fields:
+        if isinstance(field, int):
+            parts.append(b"i" + INTEGER.pack(field))
+        elif isinstance(field, float):
+            parts.append(b"f" + FLOAT.pack(field))
+        else:
+            parts += (b"b" + LENGTH.pack(len(field)), field)
+    return b"".join(parts)
+
+
+def unpack(payload, shape):
+    fields = []
+    position = 0
+    try:
+        for expected in shape:
+            if payload[position : position + 1] != expected.encode():
+                raise Malformed(shape)
+            position += 1
+            if expected == "b":
+                length = LENGTH.unpack_from(payload, position)[0]
+                position += 4
+                if length > len(payload) - position:
+                    raise Malformed(shape)
+                fields.append(payload[position : position + length])
+                position += length
+            else:
+                fields.append((INTEGER if expected == "i" else FLOAT).unpack_from(payload, position)[0])
+                position += 8
+    except StructError:
+        raise Malformed(shape)  # noqa: B904  (the cause says no more)
+    if position != len(payload):
+        raise Malformed(shape)
+    return fields
+
+
+def strings(blob):
+    return blob[:-1].split(b"\0") if blob else []
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+class _Word(_ctypes._SimpleCData):
+    _type_ = "L"
+
+
+def libc(name, *arguments):
+    """Call a function of the C library that takes five words or fewer; raises ``OSError`` unless it returns 0."""
+    words = tuple(_Word(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])
+    if _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 2), name), words) != 0:
+        raise OSError(f"{name}{arguments} failed")
+
+
+def slurp(path, limit=READ):
+    """The beginning of a file, or None."""
+    try:
+        fd = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return posix.read(fd, limit)
+    except OSError:
+        return None
+    finally:
+        posix.close(fd)
+
+
+def processes():
+    """Every process one can see: id → (parent, start in ticks, alive)."""
+    table = {}
+    for name in posix.listdir("/proc"):
+        if name.isdigit():
+            text = slurp(f"/proc/{name}/stat", 2048)
+            if text:
+                fields = text[text.rindex(b")") + 2 :].split(b" ")
+                table[int(name)] = (int(fields[1]), int(fields[19]), fields[0] not in (b"Z", b"X"))
+    return table
+
+
+def descendants(table, roots):
+    """All below ``roots``, themselves left out."""
+    children = {}
+    for pid, row in table.items():
+        children.setdefault(row[0], []).append(pid)
+    found = set()
+    todo = list(roots)
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
+
+
+def members(table, me, main, others, born, mark, mark_of):
+    """The living processes of one job.
+
+    Orphans come to ``me``, the reaper of all that run here, and no longer say whose they were. Then their environment
+    decides, which carries the job's ``mark``; those that hide it belong to the job if they are not older than it:
+    rather one process too many is killed than one too few.
+    """
+    mine = descendants(table, (main,))
+    mine.add(main)
+    strangers = descendants(table, (me,)) - mine - descendants(table, others) - set(others)
+    for pid in strangers:
+        owner = mark_of(pid)
+        if owner == mark or (owner is None and table[pid][1] >= born):
+            mine.add(pid)
+    return {pid for pid in mine if pid in table and table[pid][2]}
+
+
+def mark_of(pid):
+    """The mark in a process's environment, or None if it has none or hides it."""
+    text = slurp(f"/proc/{pid}/environ")
+    for entry in (text or b"").split(b"\0"):
+        if entry.startswith(b"AGENTKIT_JOB="):
+            return entry[13:]
+    return None
+
+
+def signal_process(pid, number):
+    try:
+        posix.kill(pid, number)
+    except OSError:
+        pass
+
+
+def ticks():
+    """Now, in the unit of the processes' start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * posix.sysconf("SC_CLK_TCK"))
+
+
+class Cgroup:
+    """Counters of the control group that this sandbox lives in, of version 2 or 1; None for what cannot be read."""
+
+    def __init__(self):
+        self.paths = {b"": "/sys/fs/cgroup"}
+        for line in (slurp("/proc/self/cgroup") or b"").splitlines():
+            _, controllers, path = line.split(b":", 2)
+            for name in controllers.split(b","):
+                root = "/sys/fs/cgroup/" + name.decode() if name else "/sys/fs/cgroup"
+                # In a name space of its own, or bind-mounted by an engine, the group is the root of what is mounted.
+                own = root + path.decode()
+                self.paths[name] = own if self._is_group(own) else root
+        self._oom = self._open(b"", "memory.events")
+        if self._oom is None:
+            self._oom = self._open(b"memory", "memory.oom_control")
+
+    @staticmethod
+    def _is_group(path):
+        return slurp(path + "/cgroup.procs", 1) is not None
+
+    def _open(self, controller, name):
+        try:
+            return posix.open(self.paths.get(controller, "/") + "/" + name, posix.O_RDONLY | posix.O_CLOEXEC)
+        except OSError:
+            return None
+
+    def oom_kills(self):
+        if self._oom is not None:
+            for line in posix.pread(self._oom, 512, 0).splitlines():
+                if line.startswith(b"oom_kill "):
+                    return int(line[9:])
+        return None
+
+    def number(self, controller, name, field=b""):
+        text = slurp(self.paths.get(controller, "/") + "/" + name)
+        for line in (text or b"").splitlines():
+            if line.startswith(field):
+                value = line[len(field) :].strip()
+                return int(value) if value.isdigit() else None
+        return None
+
+    def usage(self):
+        """Memory, its limit, microseconds of processor, processes, kills for memory; -1 for what is not known."""
+        cpu = self.number(b"", "cpu.stat", b"usage_usec ")
+        if cpu is None:
+            cpu = self.number(b"cpuacct", "cpuacct.usage")
+            cpu = None if cpu is None else cpu // 1000
+        limit = self._either("memory.max", "memory.limit_in_bytes")
+        values = (
+            self._either("memory.current", "memory.usage_in_bytes"),
+            None if limit is None or limit >= 1 << 60 else limit,
+            cpu,
+            self._either("pids.current", "pids.current"),
+            self.oom_kills(),
+        )
+        return [-1 if value is None else value for value in values]
+
+    def _either(self, new, old):
+        value = self.number(b"", new)
+        return self.number(old.split(".")[0].encode(), old) if value is None else value
+
+
+# --- work on files, done by children ----------------------------------------------------------------------------------
+
+
+def failure(number):
+    """The code that an operating system's error has on the wire."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return DISK_FULL
+    if number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return RESOURCES
+    return PATH
+
+
+def open_regular(path):
+    fd = posix.open(path, posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_NOCTTY | posix.O_CLOEXEC)
+    status = posix.fstat(fd)
+    if not _stat.S_ISREG(status.st_mode):
+        raise Refused(PATH, errno.EISDIR if _stat.S_ISDIR(status.st_mode) else errno.EINVAL)
+    return fd, status.st_size
+
+
+def put(fd, data):
+    view = memoryview(data)
+    while view:
+        view = view[posix.write(fd, view) :]
+
+
+def make_directories(path):
+    """All of ``path``, from the top."""
+    end = 0
+    while end < len(path):
+        end = path.find(b"/", end + 1)
+        end = len(path) if end < 0 else end
+        try:
+            posix.mkdir(path[:end])
+        except FileExistsError:
+            pass
+    if not _stat.S_ISDIR(posix.stat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way")
+
+
+def describe(name, status):
+    mode = status.st_mode
+    kind = b"f" if _stat.S_ISREG(mode) else b"d" if _stat.S_ISDIR(mode) else b"l" if _stat.S_ISLNK(mode) else b"o"
+    return b"%s %d %d %d %s\0" % (kind, status.st_size, mode & 0o7777, status.st_mtime_ns, name)
+
+
+def do_read(paths, limit, _temporary):
+    fd, size = open_regular(paths[0])
+    if size > limit:
+        raise Refused(TOO_LARGE, errno.EFBIG)
+    while True:
+        data = posix.read(fd, READ)
+        limit -= len(data)
+        if limit < 0:
+            raise Refused(TOO_LARGE, errno.EFBIG)
+        if not data:
+            return
+        put(1, data)
+
+
+def do_write(paths, mode, temporary):
+    path = paths[0]
+    make_directories(path.rpartition(b"/")[0] or b"/")
+    try:
+        found = posix.lstat(path).st_mode
+        if not _stat.S_ISREG(found):
+            raise Refused(PATH, errno.EISDIR if _stat.S_ISDIR(found) else errno.EINVAL)
+    except FileNotFoundError:
+        pass
+    flags = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
+    fd = posix.open(temporary, flags, 0o600)
+    try:
+        while True:
+            data = posix.read(0, READ)
+            if not data:
+                break
+            put(fd, data)
+        posix.fchmod(fd, mode)
+        posix.close(fd)
+        posix.rename(temporary, path)
+    except BaseException:
+        posix.unlink(temporary)
+        raise
+
+
+def do_list(paths, _limit, _temporary):
+    posix.chdir(paths[0])
+    parts = []
+    for name in posix.listdir(b"."):
+        try:
+            parts.append(describe(name, posix.lstat(name)))
+        except FileNotFoundError:
+            continue
+        if len(parts) >= 1024:
+            put(1, b"".join(parts))
+            parts = []
+    put(1, b"".join(parts))
+
+
+def do_remove(paths, _limit, _temporary):
+    path = paths[0].rstrip(b"/")
+    try:
+        posix.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (IsADirectoryError, PermissionError):
+        if not _stat.S_ISDIR(posix.lstat(path).st_mode):
+            raise
+        empty(path)
+        posix.rmdir(path)
+
+
+def empty(path):
+    """Remove all below a directory, however deep, without following links: one step down or up at a time."""
+    descend(path)
+    above = []
+    while True:
+        below = None
+        for name in posix.listdir(b"."):
+            if _stat.S_ISDIR(posix.lstat(name).st_mode):
+                below = name
+                break
+            posix.unlink(name)
+        if below is not None:
+            here = posix.stat(".")
+            above.append((here.st_dev, here.st_ino, below))
+            descend(below)
+        elif above:
+            device, number, name = above.pop()
+            posix.chdir("..")
+            here = posix.stat(".")
+            if (here.st_dev, here.st_ino) != (device, number):
+                raise Refused(PATH, errno.ESTALE)  # Somebody moved the directory while it was being emptied.
+            posix.rmdir(name)
+        else:
+            return
+
+
+def descend(path):
+    flags = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
+    try:
+        fd = posix.open(path, flags)
+    except PermissionError:
+        posix.chmod(path, 0o700)
+        fd = posix.open(path, flags)
+    posix.fchdir(fd)
+    posix.close(fd)
+
+
+def do_pack(paths, _limit, _temporary):
+    import tarfile  # Only here, in a child that ends: it would double the agent.
+
+    with open(1, "wb", closefd=False) as out, tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for path in paths:
+            tar.add(path.decode("utf-8", "surrogateescape"))
+
+
+def do_unpack(paths, _limit, _temporary):
+    import tarfile
+
+    roots = [path.decode("utf-8", "surrogateescape").strip("/") for path in paths]
+
+    def wanted(tar):
+        for member in tar:
+            parts = member.name.split("/")
+            if ".." in parts or not any(member.name == root or member.name.startswith(root + "/") for root in roots):
+                raise Refused(BAD_REQUEST, errno.EINVAL)
+            # A name is written by whoever filled the directory, and the archive goes where it came from.
+            yield member
+
+    for path in paths:
+        if path_exists(path):
+            empty(path)
+    with open(0, "rb", closefd=False) as source, tarfile.open(fileobj=source, mode="r|") as tar:
+        if hasattr(tarfile, "fully_trusted_filter"):
+            tar.extraction_filter = tarfile.fully_trusted_filter
+        tar.extractall("/", wanted(tar), numeric_owner=True)
+
+
+def path_exists(path):
+    try:
+        posix.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+FILE_WORK = {
+    b"read": do_read, b"write": do_write, b"list": do_list, b"remove": do_remove, b"pack": do_pack,
+    b"unpack": do_unpack,
+}  # fmt: skip
+
+
+def be_child(work, fds, paths, limit, temporary):
+    """What a forked child does; it never returns."""
+    code = 1
+    try:
+        posix.setsid()
+        for target, fd in enumerate(fds):
+            posix.dup2(fd, target)
+        for name in posix.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                try:
+                    posix.close(int(name))
+                except OSError:
+                    pass
+        _signal.set_wakeup_fd(-1)
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+        _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
+        work(paths, limit, temporary)
+        code = 0
+    except Refused as refusal:
+        put(2, pack(*refusal.args))
+    except OSError as error:
+        put(2, pack(failure(error.errno), error.errno or 0))
+    except BaseException:
+        put(2, pack(INTERNAL, 0))
+    finally:
+        posix._exit(code)
+
+
+# --- one job ----------------------------------------------------------------------------------------------------------
+
+
+class Feed:
+    """Bytes on their way into a pipe or socket, at the pace of whoever reads them."""
+
+    __slots__ = ("agent", "buffer", "close", "ended", "fd", "id", "link", "watched")
+
+    def __init__(self, agent, link, id, fd, close):
+        self.agent, self.link, self.id, self.fd, self.close = agent, link, id, fd, close
+        self.buffer = bytearray()
+        self.ended = self.watched = False
+
+    def put(self, data):
+        if self.fd is None:
+            return  # It stopped reading; the host was told.
+        if len(self.buffer) + len(data) > WINDOW:
+            raise Malformed("more input than was asked for")
+        self.buffer += data
+        self.write()
+
+    def end(self):
+        self.ended = True
+        self.write()
+
+    def write(self, _events=0):
+        while self.buffer and self.fd is not None:
+            try:
+                count = posix.write(self.fd, self.buffer[:READ])
+            except BlockingIOError:
+                if not self.watched:
+                    self.watched = True
+                    self.agent.watch(self.fd, select.EPOLLOUT, self.write)
+                return
+            except OSError:
+                self.stop()
+                self.link.send(INPUT_END, self.id)
+                return
+            del self.buffer[:count]
+            self.link.send(CREDIT, self.id, pack(count))
+        if self.watched:
+            self.watched = False
+            self.agent.forget(self.fd)
+        if self.ended:
+            self.stop()
+
+    def stop(self):
+        if self.fd is not None:
+            if self.watched:
+                self.agent.forget(self.fd)
+            fd, self.fd = self.fd, None
+            self.buffer.clear()
+            self.close(fd)
+
+
+class Output:
+    """What a job writes to one of its streams: the beginning until it is sent, the end until the job has ended."""
+
+    __slots__ = ("fd", "head", "kept", "kind", "reading", "streamed", "tail", "total")
+
+    def __init__(self, fd, kind, streamed):
+        self.fd, self.kind, self.streamed = fd, kind, streamed
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.kept = self.total = 0
+        self.reading = False
+
+    def take(self, data, limit):
+        self.total += len(data)
+        room = limit - limit // 2 - self.kept
+        if room > 0:
+            self.kept += min(room, len(data))
+            self.head += data[:room]
+            data = data[room:]
+        if data:
+            self.tail += data
+            if len(self.tail) > limit:
+                self.trim(limit)
+
+    def trim(self, limit):
+        del self.tail[: max(0, len(self.tail) - limit // 2)]
+
+
+class Job:
+    """A command, or a child that works on files, from its start until everything of it was sent."""
+
+    __slots__ = (
+        "agent", "born", "credit", "deadline", "feed", "flush_at", "grace", "id", "key", "kill_end", "limit", "link",
+        "oom_before", "operation", "outputs", "pid", "started", "status", "stopped", "tainted", "temporary",
+        "timed_out", "waiters", "wake",
+    )  # fmt: skip
+
+    def __init__(self, agent, link, id, operation, key, timeout, limit):
+        self.agent, self.link, self.id, self.operation, self.key = agent, link, id, operation, key
+        self.waiters = [(link, id, limit)]
+        self.limit = limit
+        self.credit = None if operation == b"exec" else limit
+        """Bytes that may still be sent; None if output is collected."""
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout
+        self.wake = self.deadline
+        self.pid = self.status = self.kill_end = self.feed = self.temporary = None
+        self.grace = self.flush_at = NEVER
+        self.born = 0
+        self.stopped = set()
+        self.outputs = []
+        self.timed_out = self.tainted = False
+        self.oom_before = agent.cgroup.oom_kills()
+
+    @property
+    def mark(self):
+        return b"%s-%d" % (self.agent.boot, self.born) + b"-%d" % id(self)
+
+    # Starting
+
+    def start(self, argv, env, cwd, number, stdin, complete):
+        """Raises ``Refused`` if nothing could be started."""
+        agent = self.agent
+        pipes = []
+        try:
+            try:
+                for _ in range(2 if complete and not stdin else 3):
+                    pipes += posix.pipe2(posix.O_CLOEXEC)
+            except OSError as error:
+                raise Refused(RESOURCES, error.errno)  # noqa: B904
+            fds = [pipes[4] if len(pipes) == 6 else agent.null, pipes[1], pipes[3]]
+            self.born = ticks()
+            agent.raise_oom_score(True)
+            try:
+                if self.operation in FILE_WORK:
+                    self.fork(fds, argv, number)
+                else:
+                    self.spawn(fds, argv, env, cwd)
+            finally:
+                agent.raise_oom_score(False)
+        except BaseException:
+            for fd in pipes:
+                posix.close(fd)
+            raise
+        for fd in fds:
+            if fd != agent.null:
+                posix.close(fd)
+        for fd, kind in ((pipes[0], OUTPUT), (pipes[2], ERRORS)):
+            posix.set_blocking(fd, False)
+            # What a child that works on files says on its standard error is for this process.
+            output = Output(fd, kind, self.credit is not None and (kind == OUTPUT or self.operation == b"spawn"))
+            self.outputs.append(output)
+            self.listen(output)
+        if len(pipes) == 6:
+            posix.set_blocking(pipes[5], False)
+            self.feed = Feed(agent, self.link, self.id, pipes[5], posix.close)
+            self.feed.put(stdin)
+            if complete:
+                self.feed.end()
+
+    def spawn(self, fds, argv, env, cwd):
+        agent = self.agent
+        try:
+            if cwd != agent.cwd:
+                posix.chdir(cwd)
+                agent.cwd = cwd
+            environment = dict(agent.environment)
+            for entry in env:
+                name, _, value = entry.partition(b"=")
+                environment[name] = value
+            environment[b"AGENTKIT_JOB"] = self.mark
+            program = locate(argv[0], environment.get(b"PATH", DEFAULT_PATH))
+            actions = [(posix.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
+            self.pid = posix.posix_spawn(
+                program, argv, environment, file_actions=actions, setsid=True, setsigdef=agent.ignored
+            )
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            starved = number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+            raise Refused(RESOURCES if starved else COMMAND, number)  # noqa: B904
+
+    def fork(self, fds, paths, number):
+        if self.operation == b"write":
+            parent = paths[0].rpartition(b"/")[0]
+            self.temporary = b"%s/.agentkit-%s-%d" % (parent, self.agent.boot, self.agent.count())
+        try:
+            self.pid = posix.fork()
+        except OSError as error:
+            raise Refused(RESOURCES, error.errno)  # noqa: B904
+        if self.pid == 0:
+            be_child(FILE_WORK[self.operation], fds, paths, number, self.temporary)
+
+    # Output
+
+    def listen(self, output):
+        output.reading = True
+        self.agent.watch(output.fd, select.EPOLLIN, lambda _events: self.read(output))
+
+    def pause(self, output):
+        if output.reading:
+            output.reading = False
+            self.agent.forget(output.fd)
+
+    def resume(self):
+        for output in self.outputs:
+            if output.fd is not None and not output.reading:
+                self.listen(output)
+
+    def read(self, output):
+        """Read once; whether there was something to read, or the end."""
+        size = READ
+        if output.streamed:
+            size = min(size, self.credit)
+        elif not self.key and output.kept < self.limit // 2 and self.link.backlog > BACKLOG:
+            self.link.held.append(self)
+            size = 0
+        if size <= 0:
+            self.pause(output)
+            return False
+        try:
+            data = posix.read(output.fd, size)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.pause(output)
+            posix.close(output.fd)
+            output.fd = None
+            if self.status is not None:
+                self.conclude()
+        elif output.streamed:
+            self.credit -= len(data)  # pyright: ignore[reportOperatorIssue]
+            self.link.send(output.kind, self.id, data)
+        else:
+            output.take(data, self.limit if self.credit is None else READ)
+            if self.credit is not None or self.key:
+                return True  # It waits for the end.
+            if self.flush_at == NEVER and output.head:
+                self.flush_at = time.monotonic() + FLUSH
+                self.plan()
+            if len(output.head) >= CHUNK:
+                self.flush()
+        return True
+
+    def flush(self):
+        self.flush_at = NEVER
+        for output in self.outputs:
+            self.link.stream(output.kind, self.id, output.head)
+            output.head = bytearray()
+
+    # Time
+
+    def plan(self):
+        if self.kill_end is None:
+            self.wake = min(self.flush_at, self.deadline if self.status is None else min(self.grace, NEVER))
+        self.agent.soon(self.wake)
+
+    def tick(self, now):
+        if self.flush_at <= now:
+            self.flush()
+        if self.kill_end is not None:
+            if self.wake <= now:
+                self.kill_pass(now)
+        elif self.status is None:
+            if self.deadline <= now:
+                self.timed_out = True
+                self.kill()
+        elif self.grace <= now:
+            if now < self.deadline and any(out.fd is not None and not out.reading for out in self.outputs):
+                self.grace = now + GRACE  # Its host has not taken yet what it wrote.
+            else:
+                self.finish()
+                return
+        self.plan()
+
+    def exited(self, status):
+        self.status = status
+        self.grace = time.monotonic() + GRACE
+        for output in self.outputs:
+            reads = 0
+            # All that the command itself wrote is in the pipe; others that hold it may write for ever.
+            while output.fd is not None and reads < 32 and self.read(output):
+                reads += 1
+        if self in self.agent.jobs:
+            self.conclude()
+            self.plan()
+
+    def conclude(self):
+        if self.kill_end is None and self in self.agent.jobs and all(out.fd is None for out in self.outputs):
+            self.finish()
+
+    # Killing
+
+    def signal(self, number):
+        if self.status is None and 0 < number < 65:
+            try:
+                posix.killpg(self.pid, number)
+            except OSError:
+                pass
+
+    def kill(self):
+        if self.kill_end is None:
+            now = time.monotonic()
+            self.kill_end = now + KILL
+            self.kill_pass(now)
+            self.agent.soon(self.wake)
+
+    def kill_pass(self, now):
+        """Stop all, so that nobody forks on while others die; then kill all; again until nobody is left."""
+        found = set()
+        for _ in range(16):
+            found = self.alive()
+            moving = found - self.stopped
+            if not moving:
+                break
+            for pid in moving:
+                signal_process(pid, _signal.SIGSTOP)
+            self.stopped |= moving
+        for pid in found:
+            signal_process(pid, _signal.SIGKILL)
+        if not found and self.status is not None:
+            self.kill_end = None
+            self.grace = min(self.grace, now + GRACE)
+            self.conclude()
+        elif now >= self.kill_end:
+            self.tainted = True
+            self.finish()
+        else:
+            self.wake = now + 0.01
+
+    def alive(self):
+        others = {job.pid for job in self.agent.jobs if job is not self and job.status is None}
+        return members(processes(), posix.getpid(), self.pid, others, self.born, self.mark, mark_of)
+
+    # The end
+
+    def finish(self):
+        self.agent.jobs.discard(self)
+        self.agent.pids.pop(self.pid, None)
+        if self.feed is not None:
+            self.feed.stop()
+        for output in self.outputs:
+            if output.fd is not None:
+                self.pause(output)
+                self.agent.drain(output.fd)
+                output.fd = None
+        if self.temporary is not None and self.status != 0:
+            try:
+                posix.unlink(self.temporary)
+            except OSError:
+                pass
+        answer = self.answer()
+        if self.key:
+            self.agent.keep(self.key, answer)
+        for link, id, limit in self.waiters:
+            link.jobs.pop(id, None)
+            link.answer(id, limit, answer)
+
+    def answer(self):
+        """``(None, (code, signal, flags, duration), stdout, stderr)``, or ``(what failed, …)``."""
+        if self.operation in FILE_WORK and self.status != 0 and not self.timed_out:
+            return self.refusal(), (), b"", b""
+        code, number = -1, 0
+        if self.status is not None:
+            if posix.WIFSIGNALED(self.status):
+                number = posix.WTERMSIG(self.status)
+                code = 128 + number
+            else:
+                code = posix.WEXITSTATUS(self.status)
+        flags = TIMED_OUT if self.timed_out else 0
+        flags |= TAINTED if self.tainted else 0
+        flags |= OOM_KILLED if self.oom_killed(number) else 0
+        rest = []
+        for output in self.outputs:
+            if output.total > self.limit and self.credit is None:
+                output.trim(self.limit)
+                flags |= TRUNCATED
+            rest.append(bytes(output.head + output.tail))
+        return None, (code, number, flags, time.monotonic() - self.started), rest[0], rest[1]
+
+    def refusal(self):
+        """What a child that works on files said of its failure."""
+        try:
+            unpack(bytes(self.outputs[1].head), "ii")
+        except Malformed:
+            return pack(INTERNAL, 0)
+        return bytes(self.outputs[1].head)
+
+    def oom_killed(self, number):
+        after = self.agent.cgroup.oom_kills()
+        if after is None or self.oom_before is None:
+            # Without a counter: a kill that nobody here sent.
+            return number == _signal.SIGKILL and not self.stopped
+        return after > self.oom_before
+
+
+def locate(program, path):
+    """The file that a command's first word names; the kernel says what is wrong with it."""
+    if b"/" in program:
+        return program
+    for directory in path.split(b":"):
+        candidate = (directory or b".") + b"/" + program
+        if posix.access(candidate, posix.X_OK):
+            return candidate
+    raise FileNotFoundError(errno.ENOENT, "no such program")
+
+
+def cut(data, limit):
+    """The first and the last half of ``limit`` bytes."""
+    return data if len(data) <= limit else data[: limit - limit // 2] + data[len(data) - limit // 2 :]
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """A connection that somebody in the sandbox made to the relay port, carried to the host."""
+
+    def __init__(self, agent, link, id, connection):
+        self.agent, self.link, self.id, self.connection = agent, link, id, connection
+        connection.setblocking(False)
+        self.credit = WINDOW
+        self.reading = True
+        self.feed = Feed(agent, link, id, posix.dup(connection.fileno()), self.written)
+        agent.watch(connection.fileno(), select.EPOLLIN, self.read)
+
+    def read(self, _events=0):
+        try:
+            data = posix.read(self.connection.fileno(), min(READ, self.credit))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.credit -= len(data)
+            self.link.send(OUTPUT, self.id, data)
+        else:
+            self.link.send(OUTPUT_END, self.id)
+        if not data or self.credit == 0:
+            self.agent.forget(self.connection.fileno())
+            self.reading = False
+        if not data:
+            self.credit = -1
+            self.settle()
+
+    def resume(self):
+        if not self.reading and self.credit > 0:
+            self.reading = True
+            self.agent.watch(self.connection.fileno(), select.EPOLLIN, self.read)
+
+    def written(self, fd):
+        try:
+            self.connection.shutdown(_socket.SHUT_WR)
+        except OSError:
+            pass
+        posix.close(fd)
+        self.settle()
+
+    def settle(self):
+        if self.credit < 0 and self.feed.fd is None:
+            self.close()
+
+    def close(self):
+        if self.link.relays.pop(self.id, None) is not None:
+            if self.reading:
+                self.agent.forget(self.connection.fileno())
+            self.feed.stop()
+            self.connection.close()
+
+
+class Link:
+    """One host."""
+
+    def __init__(self, agent, name, connection):
+        self.agent, self.name, self.connection = agent, name, connection
+        self.buffer = bytearray()
+        self.queue = deque()
+        self.backlog = 0
+        self.jobs = {}
+        self.relays = {}
+        self.held = []
+        self.wants_relays = self.closed = False
+        agent.watch(connection.fileno(), select.EPOLLIN, self.ready)
+        self.send(HELLO, 0, pack(VERSION, agent.nonce, agent.boot))
+
+    def send(self, kind, id, payload=b""):
+        if self.closed:
+            return
+        data = HEADER.pack(len(payload), kind, id) + payload
+        if self.queue:
+            self.queue.append(data)
+            self.backlog += len(data)
+            return
+        try:
+            sent = self.connection.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        if sent < len(data):
+            self.queue.append(data[sent:])
+            self.backlog += len(data) - sent
+            self.agent.change(self.connection.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def stream(self, kind, id, data):
+        for start in range(0, len(data), CHUNK):
+            self.send(kind, id, bytes(data[start : start + CHUNK]))
+
+    def answer(self, id, limit, answer):
+        """How a job ended. Who asks again for a keyed one may want less of its output than was kept."""
+        refusal, numbers, stdout, stderr = answer
+        if refusal is not None:
+            self.send(FAIL, id, refusal)
+            return
+        code, number, flags, duration = numbers
+        if max(len(stdout), len(stderr)) > limit:
+            stdout, stderr = cut(stdout, limit), cut(stderr, limit)
+            flags |= TRUNCATED
+        if len(stdout) + len(stderr) > CHUNK:
+            self.stream(OUTPUT, id, stdout)
+            self.stream(ERRORS, id, stderr)
+            stdout = stderr = b""
+        self.send(DONE, id, pack(code, number, flags, duration, stdout, stderr))
+
+    def ready(self, events):
+        if events & select.EPOLLOUT:
+            self.drain()
+        if events & ~select.EPOLLOUT and not self.closed:
+            try:
+                data = self.connection.recv(READ * 4)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            self.agent.contact = time.monotonic()
+            self.buffer += data
+            try:
+                self.parse()
+            except Malformed as error:
+                complain(f"a host broke the protocol ({error}); its connection is dropped")
+                self.close()
+
+    def drain(self):
+        while self.queue:
+            try:
+                sent = self.connection.send(self.queue[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                self.close()
+                return
+            self.backlog -= sent
+            if sent < len(self.queue[0]):
+                self.queue[0] = self.queue[0][sent:]
+            else:
+                self.queue.popleft()
+        if not self.queue:
+            self.agent.change(self.connection.fileno(), select.EPOLLIN)
+        if self.backlog <= BACKLOG // 2:
+            held, self.held = self.held, []
+            for job in held:
+                job.resume()
+
+    def parse(self):
+        start = 0
+        buffer = self.buffer
+        try:
+            while len(buffer) - start >= 9 and not self.closed:
+                length, kind, id = HEADER.unpack_from(buffer, start)
+                if length > MAX_PAYLOAD:
+                    raise Malformed(f"a frame of {length} bytes")
+                end = start + 9 + length
+                if len(buffer) < end:
+                    break
+                payload = bytes(buffer[start + 9 : end])
+                start = end
+                self.handle(kind, id, payload)
+        finally:
+            del buffer[:start]
+
+    def handle(self, kind, id, payload):
+        if kind == PING:
+            self.send(PONG, id)
+        elif kind == RUN:
+            try:
+                self.run(id, *unpack(payload, "bbbbfiibbi"))
+            except Refused as refusal:
+                self.send(FAIL, id, pack(*refusal.args))
+        elif kind == RELAY:
+            self.wants_relays = True
+        elif id >= RELAYS:
+            if id in self.relays:  # Otherwise it ended while this was under way.
+                self.steer_relay(self.relays[id], kind, payload)
+        elif id in self.jobs:
+            self.steer_job(self.jobs[id], kind, payload)
+
+    def steer_job(self, job, kind, payload):
+        if kind in (INPUT, INPUT_END):
+            if job.feed is not None:
+                job.feed.end() if kind == INPUT_END else job.feed.put(payload)
+        elif kind == CREDIT:
+            if job.credit is not None:
+                job.credit += unpack(payload, "i")[0]
+                job.resume()
+        elif kind == SIGNAL:
+            job.signal(unpack(payload, "i")[0])
+        elif kind == CANCEL:
+            job.kill()
+        else:
+            raise Malformed(f"kind {kind}")
+
+    def steer_relay(self, relay, kind, payload):
+        if kind == INPUT:
+            relay.feed.put(payload)
+        elif kind == INPUT_END:
+            relay.feed.end()
+        elif kind == CREDIT:
+            if relay.credit >= 0:
+                relay.credit += unpack(payload, "i")[0]
+                relay.resume()
+        elif kind == CANCEL:
+            relay.close()
+        else:
+            raise Malformed(f"kind {kind}")
+
+    def run(self, id, operation, argv, env, cwd, timeout, limit, number, key, stdin, complete):
+        agent = self.agent
+        words = strings(argv)
+        if operation == b"stats":
+            self.send(DONE, id, pack(0, 0, 0, 0.0, agent.stats(words), b""))
+            return
+        if not words or id in self.jobs or id >= RELAYS or limit < 0 or timeout < 0:
+            raise Refused(BAD_REQUEST, errno.EINVAL)
+        if operation in QUICK_WORK:
+            try:
+                output = QUICK_WORK[operation](words[0])
+            except OSError as error:
+                raise Refused(failure(error.errno), error.errno)  # noqa: B904
+            self.send(DONE, id, pack(0, 0, 0, 0.0, output, b""))
+            return
+        if operation not in FILE_WORK and operation != b"exec" and operation != b"spawn":
+            raise Refused(BAD_REQUEST, errno.ENOSYS)
+        if key and self.repeated(id, key, limit):
+            return
+        if len(agent.jobs) >= JOBS:
+            raise Refused(RESOURCES, errno.EAGAIN)
+        job = Job(agent, self, id, operation, key, timeout, limit)
+        job.start(words, strings(env), cwd, number, stdin, complete)
+        self.jobs[id] = job
+        agent.jobs.add(job)
+        agent.pids[job.pid] = job
+        if key:
+            agent.running[key] = job
+        if operation == b"spawn":
+            self.send(STARTED, id, pack(job.pid))
+        agent.soon(job.wake)
+
+    def repeated(self, id, key, limit):
+        """Whether a job of this key runs or ran: then it is the answer to this request too."""
+        agent = self.agent
+        if key in agent.running:
+            job = agent.running[key]
+            job.waiters.append((self, id, limit))
+            self.jobs[id] = job
+        elif key in agent.kept:
+            self.answer(id, limit, agent.kept[key])
+        elif key in agent.forgotten:
+            raise Refused(FORGOTTEN, 0)
+        else:
+            return False
+        return True
+
+    def close(self):
+        if self.closed:
+            return
+        self.closed = True
+        self.agent.forget(self.connection.fileno())
+        self.connection.close()
+        self.queue.clear()
+        self.backlog = 0
+        self.agent.links.pop(self.name, None)
+        for relay in list(self.relays.values()):
+            relay.close()
+        for job in set(self.jobs.values()):
+            job.waiters = [waiter for waiter in job.waiters if waiter[0] is not self]
+            # A job with a key may be asked for again by a host that comes back.
+            if job.key:
+                job.resume()
+            else:
+                if job.credit is not None:
+                    job.credit = NEVER
+                    job.resume()
+                job.kill()
+        self.jobs.clear()
+
+
+def quick_stat(path):
+    try:
+        return describe(path, posix.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+
+
+def quick_mkdir(path):
+    make_directories(path)
+    return b""
+
+
+QUICK_WORK = {b"stat": quick_stat, b"mkdir": quick_mkdir}
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Agent:
+    def __init__(self, directory, settings):
+        self.directory = directory
+        self.nonce = settings[b"nonce"]
+        self.idle_timeout = float(settings.get(b"idle_timeout", b"inf"))
+        self.relay_port = int(settings.get(b"relay_port", b"0"))
+        self.boot = b"".join(b"%02x" % byte for byte in posix.urandom(8))
+        self.environment = {b"PATH": DEFAULT_PATH}
+        self.environment.update(posix.environ)
+        for name, value in settings.items():
+            if name.startswith(b"env."):
+                self.environment[name[4:]] = value
+        self.epoll = select.epoll()
+        self.handlers = {}
+        self.links = {}
+        self.jobs = set()
+        self.pids = {}
+        self.running, self.kept, self.forgotten = {}, {}, {}
+        self.kept_bytes = 0
+        self.drains = deque()
+        self.counter = 0
+        self.wake = NEVER
+        self.next_scan = 0.0
+        self.contact = time.monotonic()
+        self.stopping = False
+        self.cwd = b"/"
+        posix.chdir("/")
+        self.prepare_process()
+        self.cgroup = Cgroup()
+        self.listener = self.listen_for_relays() if self.relay_port else None
+
+    def prepare_process(self):
+        self.null = posix.open("/dev/null", posix.O_RDWR | posix.O_CLOEXEC)
+        while self.null <= 2:
+            self.null = posix.dup(self.null)
+            posix.set_inheritable(self.null, False)
+        # After the next line these files are root's, as far as opening them goes.
+        try:
+            self.oom_fd = posix.open("/proc/self/oom_score_adj", posix.O_RDWR | posix.O_CLOEXEC)
+            self.oom_score = posix.read(self.oom_fd, 16)
+        except OSError:
+            self.oom_fd = None
+        libc(
+            "prctl", 4, 0
+        )  # PR_SET_DUMPABLE: commands of the same user can neither trace this process nor read its memory.
+        libc(
+            "prctl", 36, 1
+        )  # PR_SET_CHILD_SUBREAPER: whatever a command leaves behind becomes a child of this process.
+        # Commands start with every signal at its default, whatever this process or who started it ignores.
+        self.ignored = [number for number in range(1, _signal.NSIG) if _signal.getsignal(number) == _signal.SIG_IGN]
+        reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
+        _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        _signal.signal(_signal.SIGTERM, self.stop)
+        self.watch(reader, select.EPOLLIN, lambda _events: self.reap(reader))
+
+    def stop(self, *_):
+        self.stopping = True
+
+    def count(self):
+        self.counter += 1
+        return self.counter
+
+    def raise_oom_score(self, high):
+        """What is started between two calls is killed for memory before this process is."""
+        if self.oom_fd is not None:
+            try:
+                posix.pwrite(self.oom_fd, OOM_SCORE if high else self.oom_score, 0)
+            except OSError:
+                self.oom_fd = None
+
+    # Events
+
+    def watch(self, fd, events, handler):
+        self.handlers[fd] = handler
+        self.epoll.register(fd, events)
+
+    def change(self, fd, events):
+        self.epoll.modify(fd, events)
+
+    def forget(self, fd):
+        if self.handlers.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
+    def soon(self, when):
+        if when < self.wake:
+            self.wake = when
+
+    def run(self):
+        while not self.stopping:
+            wait = min(self.wake, self.next_scan) - time.monotonic()
+            for fd, events in self.epoll.poll(wait if wait > 0 else 0, 64):
+                handler = self.handlers.get(fd)
+                if handler is not None:
+                    handler(events)
+            now = time.monotonic()
+            if now >= self.wake:
+                self.wake = NEVER
+                for job in list(self.jobs):
+                    if job.wake <= now:
+                        job.tick(now)
+                    self.soon(job.wake)
+            if now >= self.next_scan:
+                self.next_scan = now + SCAN
+                self.scan()
+                if now - self.contact > self.idle_timeout:
+                    complain(f"no host was heard of for {self.idle_timeout:.0f} s: the sandbox ends")
+                    self.stopping = True
+        self.end()
+
+    def reap(self, reader):
+        try:
+            posix.read(reader, 4096)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                pid, status = posix.waitpid(-1, posix.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            job = self.pids.pop(pid, None)
+            if job is not None:
+                job.exited(status)
+
+    def drain(self, fd):
+        """Go on reading what nobody wants any more, so that a background program does not die of a closed pipe."""
+
+        def read(_events):
+            try:
+                done = not posix.read(fd, READ)
+            except BlockingIOError:
+                done = False
+            if done:
+                self.drains.remove(fd)
+                self.forget(fd)
+                posix.close(fd)
+
+        if len(self.drains) >= DRAINS:
+            oldest = self.drains.popleft()
+            self.forget(oldest)
+            posix.close(oldest)
+        self.drains.append(fd)
+        self.watch(fd, select.EPOLLIN, read)
+
+    def keep(self, key, answer):
+        """Remember a keyed job's answer; beyond the bounds only that it ran."""
+        self.running.pop(key, None)
+        self.kept[key] = answer
+        self.kept_bytes += len(answer[2]) + len(answer[3])
+        while len(self.kept) > KEPT_KEYS or (self.kept_bytes > KEPT_BYTES and len(self.kept) > 1):
+            oldest = next(iter(self.kept))
+            _, _, stdout, stderr = self.kept.pop(oldest)
+            self.kept_bytes -= len(stdout) + len(stderr)
+            self.forgotten[oldest] = None
+        while len(self.forgotten) > FORGOTTEN_KEYS:
+            del self.forgotten[next(iter(self.forgotten))]
+
+    def stats(self, words):
+        used = size = -1
+        try:
+            status = posix.statvfs(words[0])
+            size = status.f_blocks * status.f_frsize
+            used = size - status.f_bfree * status.f_frsize
+        except (OSError, IndexError):
+            pass
+        return b" ".join(b"%d" % value for value in [*self.cgroup.usage(), used, size])
+
+    # Hosts
+
+    def scan(self):
+        """Connect to the hosts that are there and not connected yet."""
+        if self.listener is not None and self.listener.fileno() not in self.handlers:
+            self.watch(self.listener.fileno(), select.EPOLLIN, self.accept)
+        try:
+            names = posix.listdir(self.directory)
+        except OSError:
+            return
+        for name in sorted(names):
+            if name.endswith(b".sock") and name not in self.links and len(self.links) < LINKS:
+                connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+                connection.setblocking(False)
+                try:
+                    connection.connect(self.directory + b"/" + name)
+                except OSError:
+                    connection.close()
+                    continue
+                self.links[name] = Link(self, name, connection)
+
+    def listen_for_relays(self):
+        listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.relay_port))
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    def accept(self, _events):
+        try:
+            fd, _ = self.listener._accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.forget(self.listener.fileno())  # Out of file descriptors; looked at again at the next scan.
+            return
+        connection = _socket.socket(fileno=fd)
+        for link in self.links.values():
+            if link.wants_relays and len(link.relays) < CONNECTIONS:
+                id = RELAYS + self.count() % RELAYS
+                link.send(OPEN, id)
+                link.relays[id] = Relay(self, link, id, connection)
+                return
+        connection.close()
+
+    def end(self):
+        """Kill all that was ever started here."""
+        deadline = time.monotonic() + KILL
+        while time.monotonic() < deadline:
+            table = processes()
+            left = [pid for pid in descendants(table, (posix.getpid(),)) if table[pid][2]]
+            if not left:
+                return
+            for number in (_signal.SIGSTOP, _signal.SIGKILL):
+                for pid in left:
+                    signal_process(pid, number)
+            time.sleep(0.01)
+
+
+def complain(text):
+    print("agentkit agent:", text, file=sys.stderr, flush=True)
+
+
+def main(directory):
+    directory = directory.encode("utf-8", "surrogateescape")
+    text = slurp(directory + b"/config", MAX_PAYLOAD)
+    if text is None:
+        complain(f"cannot read {directory!r}/config: the host writes it before it starts the sandbox")
+        return 1
+    Agent(directory, dict(entry.split(b"=", 1) for entry in strings(text))).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""What an agent finds in its directory, and how it is started.
+
+Invariant: the nonce is fresh for each start, so that an agent of an earlier start is never taken for this one. The
+directory is complete before the agent runs, and nobody in the sandbox can write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentkit.sandboxes import wire
+from agentkit.sandboxes.paths import MOUNT
+
+_SOURCE = Path(__file__).with_name("agent.py")
+_HEARTBEAT = 5.0
+_AGENT, _CONFIG = "agent.py", "config"
+
+_LAUNCH = """\
+import marshal, posix, sys
+def read(fd):
+    parts = []
+    while True:
+        data = posix.read(fd, 1 << 20)
+        if not data:
+            posix.close(fd)
+            return b"".join(parts)
+        parts.append(data)
+reader, writer = posix.pipe()
+child = posix.fork()
+if child == 0:
+    posix.close(reader)
+    name = sys.argv[1] + "/agent.py"
+    data = memoryview(marshal.dumps(compile(read(posix.open(name, posix.O_RDONLY)), name, "exec", optimize=2)))
+    while data:
+        data = data[posix.write(writer, data):]
+    posix._exit(0)
+posix.close(writer)
+code = read(reader)
+posix.waitpid(child, 0)
+exec(marshal.loads(code))
+"""
+"""Compiling leaves megabytes of garbage behind: a child does it, and only its result comes back."""
+
+
+def new_nonce() -> str:
+    """A secret of one start of one sandbox."""
+    return secrets.token_hex(16)
+
+
+def prepare(
+    directory: Path,
+    nonce: str,
+    *,
+    idle_timeout: float | None,
+    env: Mapping[str, str] | None = None,
+    relay_port: int | None = None,
+) -> None:
+    """Write the agent and its settings into ``directory``, in place of those of an earlier start.
+
+    ``idle_timeout``: seconds without its host after which the agent ends (None: never). ``env`` is added to the
+    environment of every command. ``relay_port``: a port of 127.0.0.1 in the sandbox whose connections are carried to
+    the host. Raises ``ValueError`` if a value contains NUL.
+    """
+    entries = {"nonce": nonce, **{f"env.{name}": value for name, value in (env or {}).items()}}
+    if idle_timeout is not None:
+        entries["idle_timeout"] = str(idle_timeout)
+    if relay_port is not None:
+        entries["relay_port"] = str(relay_port)
+    packed = wire.pack_strings([os.fsencode(f"{name}={value}") for name, value in entries.items()])
+    _put(directory / _AGENT, _SOURCE.read_bytes())
+    _put(directory / _CONFIG, packed)
+
+
+def nonce_of(directory: Path) -> str:
+    """The nonce of the present start, for a second host. Raises ``FileNotFoundError`` if nothing was prepared."""
+    nonce = _setting(directory, b"nonce")
+    if nonce is None:
+        raise FileNotFoundError(f"{directory / _CONFIG} names no nonce")
+    return nonce.decode()
+
+
+def heartbeat(directory: Path) -> float:
+    """Seconds between two words of a host that keep the agent from taking it for dead."""
+    with contextlib.suppress(FileNotFoundError):
+        if idle_timeout := _setting(directory, b"idle_timeout"):
+            return min(_HEARTBEAT, float(idle_timeout) / 4)
+    return _HEARTBEAT
+
+
+def _setting(directory: Path, name: bytes) -> bytes | None:
+    for entry in (directory / _CONFIG).read_bytes().split(b"\0"):
+        if entry.startswith(name + b"="):
+            return entry[len(name) + 1 :]
+    return None
+
+
+def command(directory: str = MOUNT, python: str = "python3") -> list[str]:
+    """The command line that starts the agent; ``directory`` is where the sandbox sees its directory."""
+    return [python, "-I", "-S", "-c", _LAUNCH, directory]
+
+
+def _put(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_bytes(data)
+    temporary.chmod(0o644)
+    temporary.replace(path)

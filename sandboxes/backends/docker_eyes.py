@@ -1,0 +1,139 @@
+"""What an engine says of sandboxes, and how it is read. Changes nothing.
+
+Invariant: a container is a sandbox only by its label, whatever its name; all others are as good as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from agentkit.errors import SandboxError, SandboxLost, UnsupportedFeature
+from agentkit.sandboxes.backends import docker_options as options
+from agentkit.sandboxes.backends import docker_stream
+from agentkit.sandboxes.backends.docker_engine import Engine, LaneName, Refused
+from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.types import BackendEvent, Observed
+
+LOG_TAIL = 50
+"""Lines of the main process's output that errors bring along."""
+_EVENTS_TIMEOUT = 30.0
+_EXITED = re.compile(r"Exited \((\d+)\)")
+_STATES: dict[str, Any] = {"running": "running", "restarting": "running", "paused": "paused"}
+_EVENTS: dict[str, Any] = {"die": "died", "oom": "oom", "pause": "paused", "unpause": "resumed", "destroy": "removed"}
+
+
+class Eyes:
+    """Looks at the sandboxes of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def find(self, id: str, lane: LaneName = "life") -> dict[str, Any] | None:
+        """What the engine says of container ``id``, if it is a sandbox of agentkit's."""
+        try:
+            found = await self._engine.call(f"inspect {id}", lambda client: client.inspect_container(id), lane=lane)
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+        ours = (found["Config"].get("Labels") or {}).get(options.MANAGED) == "1" and found["Name"] == f"/{id}"
+        return found if ours else None
+
+    async def need(self, id: str) -> dict[str, Any]:
+        """Like ``find``. Raises ``SandboxLost`` if there is none."""
+        found = await self.find(id)
+        if found is None:
+            raise SandboxLost(f"there is no sandbox {id}", reason="removed")
+        return found
+
+    async def inspect(self, id: str) -> Observed:
+        found = await self.find(id)
+        return Observed(id, "absent", {}) if found is None else observed(id, found)
+
+    async def list(self, labels: Mapping[str, str]) -> list[Observed]:
+        wanted = [f"{name}={value}" for name, value in {**labels, options.MANAGED: "1"}.items()]
+        # Whoever cleans up begins with this: it must not wait behind creations.
+        found = await self._engine.call(
+            "list", lambda client: client.containers(all=True, filters={"label": wanted}), lane="removal"
+        )
+        return [
+            Observed(
+                id=item["Names"][0].lstrip("/"),
+                state=_STATES.get(item["State"], "exited"),
+                labels=item["Labels"],
+                exit_code=int(match[1]) if (match := _EXITED.match(item["Status"])) else None,
+                created=float(item["Created"]),
+            )
+            for item in found
+            if item["Names"]  # one that is being removed may have lost its name
+        ]
+
+    async def logs(self, id: str, tail: int) -> bytes:
+        await self.need(id)
+        try:
+            return await self._engine.call(
+                f"logs of {id}", lambda client: client.logs(id, stdout=True, stderr=True, tail=max(0, tail))
+            )
+        except Refused as error:
+            raise SandboxLost(f"sandbox {id} is gone: {error}", reason="removed") from error
+
+    async def log_tail(self, id: str) -> str:
+        """For an error's details; empty if there is none to be had."""
+        with contextlib.suppress(SandboxError):
+            return (await self.logs(id, LOG_TAIL)).decode("utf-8", "replace")
+        return ""
+
+    async def death(self, id: str) -> SandboxLost | None:
+        """Why a sandbox is gone; None if it is there."""
+        seen = await self.inspect(id)
+        return None if seen.state in ("running", "paused") else await self.lost(id, seen)
+
+    async def lost(self, id: str, seen: Observed) -> SandboxLost:
+        """The error that says how a sandbox ended."""
+        if seen.state == "absent":
+            return SandboxLost(f"sandbox {id} was removed", reason="removed")
+        return SandboxLost(
+            f"sandbox {id} ended with exit code {seen.exit_code}{': it ran out of memory' if seen.oom_killed else ''}",
+            reason="oom" if seen.oom_killed else "exited",
+            exit_code=seen.exit_code,
+            log_tail=await self.log_tail(id),
+        )
+
+    async def events(self) -> AsyncIterator[BackendEvent]:
+        filters = {"type": ["container"], "label": [f"{options.MANAGED}=1"], "event": list(_EVENTS)}
+        stream = docker_stream.events(self._engine.socket, self._engine.api, filters, _EVENTS_TIMEOUT)
+        async with contextlib.aclosing(stream) as happenings:
+            async for event in happenings:
+                attributes = event.get("Actor", {}).get("Attributes", {})
+                kind, id, code = (
+                    _EVENTS.get(str(event.get("Action"))),
+                    attributes.get("name"),
+                    attributes.get("exitCode"),
+                )
+                if kind is not None and id:
+                    yield BackendEvent(id, kind, int(code) if kind == "died" and str(code).isdigit() else None)
+
+
+def observed(id: str, found: Mapping[str, Any]) -> Observed:
+    """The engine's account of a container, as ours."""
+    state = found["State"]
+    running = bool(state["Running"])
+    return Observed(
+        id=id,
+        state="paused" if running and state.get("Paused") else "running" if running else "exited",
+        labels=found["Config"].get("Labels") or {},
+        exit_code=None if running else state["ExitCode"],
+        oom_killed=bool(state.get("OOMKilled")),
+    )
+
+
+def definition(id: str, found: Mapping[str, Any]) -> tuple[SandboxSpec, options.Transport]:
+    """What a sandbox was made from. Raises ``UnsupportedFeature`` if another version of agentkit made it."""
+    labels = found["Config"]["Labels"]
+    try:
+        return options.definition(labels), "exec" if labels.get(options.TRANSPORT) == "exec" else "agent"
+    except ValueError as error:
+        raise UnsupportedFeature(f"sandbox {id} was made by another version of agentkit: {error}") from error

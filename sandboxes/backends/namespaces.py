@@ -1,0 +1,227 @@
+"""Put a program behind name spaces without any helper: a script of the standard library alone.
+
+    python3 -I -S namespaces.py DESCRIPTOR
+
+``DESCRIPTOR`` holds the plan as JSON: ``info``, ``gate`` (descriptors), ``user`` (uid, gid), ``files``, ``hidden``
+(names below /proc), ``environment``, ``filter`` (hexadecimal, or null) and ``command``.
+
+Invariant: the command runs as process 1 of a PID name space, sees only the files of the plan, has no capability and
+cannot get any, and dies with this process, which dies with its parent. If a step fails, nothing runs.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import warnings  # noqa: F401  (which others load when they need it, and cannot any more inside)
+
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_SLAVE = 2, 4, 8, 4096, 16384, 1 << 19
+MNT_DETACH = 2
+MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+READ_ONLY, NOSUID, NODEV = 1, 2, 4
+PDEATHSIG, SECCOMP, CAPBSET_DROP, NO_NEW_PRIVS = 1, 22, 24, 38
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+         "ptmx": "pts/ptmx"}  # fmt: skip
+WRITABLE_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result, what):
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def mount(source, target, kind, flags, options=""):
+    arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind, options or None)]
+    check(libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3]), f"mount {source or kind} at {target}")
+
+
+def restrict(target, attributes, recursive=True):
+    """Take rights from a mount and all mounts below it."""
+    wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    call = libc.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(target), AT_RECURSIVE if recursive else 0, wanted, 32)
+    check(call, f"mount_setattr {target}")
+
+
+def pivot_root(new, old):
+    number = PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"the number of pivot_root on {os.uname().machine} is not known here")
+    check(libc.syscall(number, os.fsencode(new), os.fsencode(old)), f"pivot_root {new}")
+
+
+def prctl(option, value, more=0):
+    check(libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(more), 0, 0), f"prctl {option}")
+
+
+def leave(user):
+    """Enter new name spaces; without root's rights, as ``user`` of a user name space."""
+    flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
+    root = os.geteuid() == 0
+    uid, gid = os.geteuid(), os.getegid()
+    check(libc.unshare(flags if root else flags | NEWUSER), "unshare")
+    if not root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user[0]} {uid} 1"), ("gid_map", f"{user[1]} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+
+def build(files, hidden):
+    """Make a file system of the plan and nothing else the root."""
+    mount(None, "/", None, MS_REC | MS_SLAVE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755")
+    os.mkdir("/tmp/old")
+    os.mkdir("/tmp/new")
+    mount("/tmp/new", "/tmp/new", None, MS_BIND)
+    pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    for entry in files:
+        target = "/new" + entry["target"]
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        PLACE[entry["kind"]](target, entry)
+    for name in hidden:
+        if os.path.exists(f"/new/proc/{name}"):
+            mount("/old/dev/null", f"/new/proc/{name}", None, MS_BIND)
+    os.chdir("/new")
+    check(libc.umount2(b"/old", MNT_DETACH), "umount of the host's files")
+    pivot_root(".", ".")
+    check(libc.umount2(b".", MNT_DETACH), "umount of the makeshift root")
+    os.chdir("/")
+    restrict("/", READ_ONLY | NOSUID | NODEV, recursive=False)
+
+
+def place_bind(target, entry):
+    source = "/old" + entry["source"]
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(source, target, None, MS_BIND | MS_REC)
+    restrict(target, NOSUID | NODEV | (READ_ONLY if entry["read_only"] else 0))
+
+
+def place_link(target, entry):
+    os.symlink(entry["source"], target)
+
+
+def place_text(target, entry):
+    with open(target, "w") as file:
+        file.write(entry["source"])
+    os.chmod(target, 0o644)
+
+
+def place_tmpfs(target, entry):
+    os.makedirs(target, exist_ok=True)
+    mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={entry['size']}")
+
+
+def place_proc(target, entry):
+    os.makedirs(target, exist_ok=True)
+    mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for name in WRITABLE_PROC:
+        path = f"{target}/{name}"
+        if os.path.exists(path):
+            mount(path, path, None, MS_BIND | MS_REC)
+            restrict(path, READ_ONLY | NOSUID | NODEV)
+
+
+def place_devices(target, entry):
+    os.makedirs(target, exist_ok=True)
+    mount("tmpfs", target, "tmpfs", MS_NOSUID, "mode=0755,size=65536")
+    for name in DEVICES:
+        os.close(os.open(f"{target}/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+        mount(f"/old/dev/{name}", f"{target}/{name}", None, MS_BIND)
+    for name, source in LINKS.items():
+        os.symlink(source, f"{target}/{name}")
+    os.mkdir(f"{target}/pts")
+    mount("devpts", f"{target}/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    os.mkdir(f"{target}/shm")
+    place_tmpfs(f"{target}/shm", entry)
+    restrict(target, READ_ONLY | NOSUID, recursive=False)
+
+
+PLACE = {
+    "bind": place_bind, "link": place_link, "text": place_text, "tmpfs": place_tmpfs, "proc": place_proc,
+    "devices": place_devices,
+}  # fmt: skip
+
+
+def loopback_up():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = struct.pack("16sH22x", b"lo", 0x49)  # up, loopback, running
+        fcntl.ioctl(control, 0x8914, request)
+
+
+def give_up_rights(user, code):
+    """Become ``user`` without a capability, for good, and let the filter begin."""
+    for capability in range(64):
+        if libc.prctl(CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+            break
+    if os.geteuid() == 0 and user[0] != 0:
+        os.setgroups([])
+        os.setresgid(user[1], user[1], user[1])
+        os.setresuid(user[0], user[0], user[0])
+    nothing = (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    check(libc.capset(header, nothing), "capset")
+    prctl(PDEATHSIG, signal.SIGKILL)  # forgotten with the change of the user
+    prctl(NO_NEW_PRIVS, 1)
+    if code is not None:
+        data = ctypes.create_string_buffer(code, len(code))
+        program = struct.pack("@HP", len(code) // 8, ctypes.addressof(data))
+        check(libc.prctl(SECCOMP, 2, program, 0, 0), "the filter of system calls")
+
+
+def inside(plan):
+    """Process 1: waits until it is limited, then becomes the command."""
+    prctl(PDEATHSIG, signal.SIGKILL)
+    if not os.read(plan["gate"], 1):
+        os._exit(1)  # whoever started this is gone
+    os.setsid()
+    build(plan["files"], plan["hidden"])
+    loopback_up()
+    socket.sethostname("sandbox")
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    give_up_rights(plan["user"], None if plan["filter"] is None else bytes.fromhex(plan["filter"]))
+    os.execvpe(plan["command"][0], plan["command"], plan["environment"])
+
+
+def main():
+    prctl(PDEATHSIG, signal.SIGKILL)
+    os.umask(0o022)
+    with open(int(sys.argv[1])) as file:
+        plan = json.load(file)
+    leave(plan["user"])
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(plan["info"])
+            inside(plan)
+        except BaseException as error:
+            print(f"name spaces: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os.close(plan["gate"])
+    os.write(plan["info"], json.dumps({"child-pid": child}).encode())
+    os.close(plan["info"])
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    sys.exit(128 - code if code < 0 else code)
+
+
+if __name__ == "__main__":
+    main()

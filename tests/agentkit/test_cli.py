@@ -1,0 +1,266 @@
+"""The command line as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentkit.config_io import load_config, parse_config
+
+TINY = """\
+env: {id: FrozenLake-v1, max_turns: 2}
+steps: 1
+rollout: {groups: 2, group_size: 2, max_tokens: 4}
+imitation: {episodes: 8, batch_episodes: 8}
+evaluation: {episodes: 4}
+"""
+
+
+def agentkit(*arguments: str | Path, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agentkit", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "COLUMNS": "120", **env},
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + f"dir: {tmp_path / 'run'}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that has trained one step, and what it printed."""
+    path = tmp_path_factory.mktemp("finished")
+    (path / "tiny.yaml").write_text(TINY)
+    result = agentkit("run", path / "tiny.yaml", f"dir={path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    return path / "run", result.stdout
+
+
+def test_importing_agentkit_is_cheap() -> None:
+    script = (
+        "import time; began = time.perf_counter(); import agentkit; print(time.perf_counter() - began);"
+        "import sys; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    seconds = min(float(subprocess.check_output([sys.executable, "-c", script], timeout=60)) for _ in range(3))
+    assert seconds < 0.3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["env", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys; sys.argv = ['agentkit', *sys.argv[1:]]\n"
+        "from agentkit.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "loaded = {'torch', 'transformers', 'gymnasium', 'wandb'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_dry_run_prints_what_loads_to_the_same_configuration(config: Path, tmp_path: Path) -> None:
+    result = agentkit("run", config, "learner.lr=3e-5", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert parse_config(result.stdout) == load_config(config, ["learner.lr=3e-5"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["lerner.lr=1"], "error: override 'lerner.lr=1': lerner: no such key; did you mean learner?\n"),
+        (["env.id=FrozenLak-v1"], "did you mean FrozenLake-v1?"),
+        (["env.kwargs.sise=4"], "did you mean 'size'?"),
+        (["rollout.groups=many"], "rollout.groups: input should be a valid integer"),
+        (["learner.minibatches=3"], "rollout.groups=2 is not divisible by learner.minibatches=3"),
+    ],
+)
+def test_wrong_settings_end_with_one_clear_line(config: Path, overrides: list[str], expected: str) -> None:
+    result = agentkit("run", config, *overrides)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    assert not (config.parent / "run").exists()
+
+
+def test_a_traceback_is_there_for_who_asks(config: Path) -> None:
+    result = agentkit("run", config, "lerner.lr=1", "--debug")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_missing_arguments_and_files(tmp_path: Path) -> None:
+    assert "name a configuration file" in agentkit("run").stderr
+    result = agentkit("run", tmp_path / "none.yaml")
+    assert (result.returncode, "no such configuration file" in result.stderr) == (2, True)
+    result = agentkit("run", "--resume", tmp_path / "none")
+    assert (result.returncode, "holds no run" in result.stderr) == (1, True)
+    result = agentkit("eval", "quickstart")
+    assert (result.returncode, "add --env" in result.stderr) == (2, True)
+
+
+def test_a_missing_extra_is_said_before_anything_starts(config: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'wandb' else find(name, *rest)\n"
+        "from agentkit.cli import main; main()"
+    )
+    command = [sys.executable, "-c", script, "run", str(config), "trackers=[wandb]"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "pip install 'agentkit-rl[wandb]'" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_ends_with_what_it_achieved_and_what_to_do_next(finished: tuple[Path, str]) -> None:
+    directory, output = finished
+    for line in ("success before", "success after", "run directory", f"agentkit show {directory}", "step 1/1"):
+        assert line in output
+    assert "Writing model shards" not in output
+
+
+def test_a_run_directory_is_not_used_twice(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    result = agentkit("run", directory.parent / "tiny.yaml", f"dir={directory}")
+    assert result.returncode == 1
+    assert f"holds a run already; go on with it by `agentkit run --resume {directory}`" in result.stderr
+
+
+def test_show_lists_and_prints(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    result = agentkit("show", directory, "--last", "2")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    number = result.stdout.splitlines()[-1].split()[0]
+    result = agentkit("show", directory, "--episode", number)
+    assert result.returncode == 0, result.stderr
+    for part in ("FrozenLake-v1", "turn 1", "log-prob", "reward", "by version 0"):
+        assert part in result.stdout
+    assert agentkit("show", directory, "--episode", "999").returncode == 1
+    assert agentkit("show", directory, "--ending", "dropped").stdout == "no such episode\n"
+
+
+def test_eval_measures_a_run(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    result = agentkit("eval", directory, "--episodes", "3")
+    assert result.returncode == 0, result.stderr
+    assert "success" in result.stdout
+    assert "episodes  3 in" in result.stdout
+
+
+class Oracle(BaseHTTPRequestHandler):
+    """Answers every chat with the same move."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": "<answer>Right</answer>"}
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_eval_asks_an_endpoint_and_loads_no_model() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Oracle) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        options = ("--env", "FrozenLake-v1", "--endpoint", url, "--episodes", "2", "env.max_turns=1")
+        result = agentkit("eval", "some-model", *options)
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "turns     1.00" in result.stdout
+    assert "episodes  2 in" in result.stdout
+
+
+def test_a_finished_run_trains_on_when_it_gets_more_steps(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    result = agentkit("run", "--resume", directory, "steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "resumed after step 1" in result.stdout
+    assert "step 2/2" in result.stdout
+    assert load_config(directory / "config.yaml").steps == 2
+
+
+def test_doctor_reports_every_part(tmp_path: Path) -> None:
+    result = agentkit("doctor")
+    for name in ("Python", "torch", "GPU", "Docker", "Ray", "vLLM", "DeepSpeed", "memory", "disk"):
+        assert name in result.stdout
+    assert result.returncode in (0, 1)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that would go on for long, after its first step, with its roles in processes of their own."""
+    path = tmp_path / "long.yaml"
+    path.write_text(TINY + "learner: {placement: process}\nengine: {placement: process}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentkit", "run", str(path), f"dir={tmp_path / 'run'}", "steps=100000"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("step 1/") for line in process.stdout), "the run ended before its first step"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def roles(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    assert len(found) >= 2, "the roles should be processes"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_once_saves_and_the_run_goes_on_later(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    started = roles(running)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=120)
+    assert running.returncode == 0
+    assert "finishing with a checkpoint" in output
+    assert not psutil.wait_procs(started, timeout=5)[1]
+    steps = int(output.partition("stopped after ")[2].split()[0])
+    result = agentkit("run", "--resume", tmp_path / "run", f"steps={steps + 1}", timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"resumed after step {steps}" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_twice_stops_now_and_leaves_nothing(running: subprocess.Popen[str]) -> None:
+    started = roles(running)
+    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode in (0, 130)  # 0: its step ended between the two
+    assert not psutil.wait_procs(started, timeout=5)[1]

@@ -1,0 +1,182 @@
+"""Configuration files and overrides: what is accepted comes back equal, what is refused says where and what to do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentkit.config import RunConfig
+from agentkit.config_io import dump_config, load_config, parse_config, valid_keys
+from agentkit.errors import ConfigError
+
+SMALLEST = "env: {id: FrozenLake-v1}\n"
+
+
+def refused(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, overrides, source="my.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["3e-5", "3E-5", "3.0e-05", "0.00003", "+3e-5", "30e-6"])
+def test_every_spelling_of_a_small_number_is_a_number(text: str) -> None:
+    assert parse_config(SMALLEST + f"learner: {{lr: {text}}}").learner.lr == 3e-5
+    assert parse_config(SMALLEST, [f"learner.lr={text}"]).learner.lr == 3e-5
+
+
+def test_an_integer_is_accepted_where_a_float_is_expected() -> None:
+    config = parse_config(SMALLEST, ["rollout.async_ratio=1", "learner.betas=[0, 1]"])
+    assert config.rollout.async_ratio == 1.0
+    assert config.learner.betas == (0.0, 1.0)
+
+
+def test_overrides_of_lists_sections_null_and_free_arguments() -> None:
+    overrides = [
+        "trackers=[tensorboard, wandb]",
+        "model.lora={rank: 4}",
+        "model.lora.alpha=8",
+        "imitation={}",
+        "imitation=null",
+        "env.kwargs.size=8",
+        "env.kwargs.map_name=no",
+        "dir=somewhere/else",
+        "name=",
+        "name=a=b",
+    ]
+    config = parse_config(SMALLEST, overrides)
+    assert config.trackers == ("tensorboard", "wandb")
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.alpha) == (4, 8.0)
+    assert config.imitation is None
+    assert config.env.kwargs == {"size": 8, "map_name": "no"}
+    assert config.dir == Path("somewhere/else")
+    assert config.name == "a=b"
+
+
+def test_the_last_override_wins() -> None:
+    assert parse_config(SMALLEST + "seed: 1", ["seed=2", "seed=3"]).seed == 3
+
+
+def test_a_misspelt_key_names_file_line_key_and_the_nearest() -> None:
+    text = SMALLEST + "learner:\n  lr: 1.0\n  warmup_step: 3\n"
+    message = refused(text)
+    assert message == "my.yaml:4: learner.warmup_step: no such key; did you mean learner.warmup_steps?"
+
+
+def test_a_key_of_another_section_is_found() -> None:
+    assert "did you mean rollout.async_ratio?" in refused(SMALLEST + "async_ratio: 1\n")
+    message = refused(SMALLEST, "lr=1")
+    assert "override 'lr=1': lr: no such key" in message
+    assert "learner.lr" in message
+
+
+def test_a_key_that_is_like_nothing_lists_what_there_is() -> None:
+    assert "gate has: policy" in refused(SMALLEST, "gate.zzzzzzzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learner.lr=fast", 'learner.lr: input should be a valid number, not "fast"'),
+        ("learner.lr=true", "learner.lr: input should be a valid number, not true"),
+        ("rollout.groups=3.5", "rollout.groups: input should be a valid integer, not 3.5"),
+        ("rollout.groups='3'", 'rollout.groups: input should be a valid integer, not "3"'),
+        ("deterministic=1", "deterministic: input should be a valid boolean, not 1"),
+        ("trackers=[wand]", "trackers.0: input should be 'tensorboard' or 'wandb'"),
+        ("learner=3", "learner: input should be an object"),
+        ("learner.lr=null", "learner.lr: input should be a valid number, not null"),
+        ("learner.lr.x=1", "learner.lr: input should be a valid number, not a section"),
+        ("learner.lr=0", "learner.lr: input should be greater than 0, not 0"),
+        ("learner.betas=[1]", "learner.betas.1: this key is required"),
+    ],
+)
+def test_wrong_values_say_what_is_expected_and_what_was_given(override: str, expected: str) -> None:
+    message = refused(SMALLEST, override)
+    assert expected in message
+    assert override in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learner.lr", "has the form `section.key=value`"),
+        ("=3", "has the form `section.key=value`"),
+        ("learner..lr=3", "has the form `section.key=value`"),
+        ("name='a", "not valid YAML"),
+        ("env.id.x=3", "env.id is the value 'FrozenLake-v1', not a section"),
+    ],
+)
+def test_malformed_overrides(override: str, expected: str) -> None:
+    assert expected in refused(SMALLEST, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "env: this key is required"),
+        ("env: {}", "my.yaml:1: env.id: this key is required"),
+        ("- a", "my.yaml:1: the file must hold `key: value` lines"),
+        ("env: {id: A}\nseed: [", "my.yaml:2: not valid YAML"),
+        ("env:\n  id: A\n  id: B\n", "my.yaml:3: env.id: this key appears twice"),
+        ("env: {id: A}\n1: 2\n", "my.yaml:2: a key in the top level is not a text"),
+    ],
+)
+def test_malformed_files(text: str, expected: str) -> None:
+    assert expected in refused(text)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    lines = refused("env: {idd: A}\nlearner: {lr: fast}\nrolout: {}\n").splitlines()
+    assert len(lines) == 4
+    assert sum("did you mean" in line for line in lines) == 2
+
+
+def test_a_contradiction_names_both_keys() -> None:
+    message = refused(SMALLEST, "engine.share_weights=true", "rollout.async_ratio=1")
+    assert "engine.share_weights=true" in message
+    assert "rollout.async_ratio=1" in message
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as a text file"):
+        load_config(tmp_path / "binary.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as a text file"):
+        load_config(tmp_path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    kwargs=st.dictionaries(st.text(), json_values, max_size=4),
+    lr=st.floats(min_value=1e-300, max_value=1e300),
+    name=st.text(),
+)
+def test_a_dumped_configuration_loads_to_an_equal_one(kwargs: dict, lr: float, name: str) -> None:
+    raw = {"env": {"id": "X", "kwargs": kwargs}, "learner": {"lr": lr}, "name": name, "trackers": ("wandb",)}
+    config = RunConfig.model_validate(raw)
+    assert parse_config(dump_config(config)) == config
+
+
+def test_what_we_dump_means_the_same_to_other_yaml_readers_where_it_can() -> None:
+    config = parse_config(SMALLEST, ["env.kwargs.a=no", "env.kwargs.b=1e5", "env.kwargs.c='1e5'", "env.kwargs.d=.inf"])
+    assert config.env.kwargs == {"a": "no", "b": 1e5, "c": "1e5", "d": math.inf}
+    assert yaml.safe_load(dump_config(config))["env"]["kwargs"]["c"] == "1e5"
+
+
+def test_valid_keys_cover_optional_sections() -> None:
+    keys = {".".join(key) for key in valid_keys()}
+    assert {"learner.lr", "model.lora.rank", "critic.lr", "imitation.epochs", "env"} <= keys

@@ -1,0 +1,117 @@
+"""One directory, one run, one writer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentkit.config import RunConfig
+from agentkit.config_io import parse_config
+from agentkit.errors import RunDirectoryError
+from agentkit.run_directory import RunDirectory, changes, write_atomically
+
+
+def config_for(path: Path, *overrides: str) -> RunConfig:
+    return parse_config("env: {id: FrozenLake-v1}", [f"dir={path}", *overrides])
+
+
+def test_create_open_and_read_back(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "a" / "run", "learner.lr=3e-5")
+    directory = RunDirectory.create(config)
+    directory.release()
+    assert {item.name for item in directory.path.iterdir()} >= {"config.yaml", "checkpoints", "weights", "logs"}
+    assert RunDirectory.open(config.dir).config() == config
+
+
+def test_reuse_is_refused_and_says_how_to_resume(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    directory = RunDirectory.create(config)
+    directory.metrics_file.write_text("{}\n")
+    directory.release()
+    with pytest.raises(RunDirectoryError, match=r"holds a run already; .*--resume"):
+        RunDirectory.create(config)
+
+
+def test_a_run_that_recorded_nothing_may_be_started_again(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    RunDirectory.create(config).release()
+    RunDirectory.create(config).release()
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match="not empty and holds no run"):
+        RunDirectory.create(config_for(tmp_path))
+    assert [item.name for item in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="cannot be made"):
+        RunDirectory.create(config_for(tmp_path / "file" / "run"))
+
+
+def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        RunDirectory.open(tmp_path)
+
+
+def test_resume_takes_new_lengths_but_not_another_experiment(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunDirectory.create(config_for(path)).release()
+    longer = config_for(path, "steps=99")
+    RunDirectory.resume(path, longer).release()
+    assert RunDirectory.open(path).config().steps == 99
+    with pytest.raises(RunDirectoryError, match=r"env\.kwargs\.size: None → 8"):
+        RunDirectory.resume(path, config_for(path, "env.kwargs.size=8"))
+    with pytest.raises(RunDirectoryError, match="two places"):
+        RunDirectory.resume(path, config_for(tmp_path / "other"))
+
+
+def test_a_moved_run_knows_where_it_is(tmp_path: Path) -> None:
+    RunDirectory.create(config_for(tmp_path / "old")).release()
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert RunDirectory.open(tmp_path / "new").config().dir == tmp_path / "new"
+
+
+def test_a_second_process_is_kept_out_until_the_first_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    holder = (
+        "import sys, time; from agentkit.config_io import parse_config;"
+        "from agentkit.run_directory import RunDirectory;"
+        "held = RunDirectory.create(parse_config('env: {id: A}', ['dir=' + sys.argv[1]])); print('ready', flush=True);"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        config = RunDirectory.open(path).config()
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            RunDirectory.resume(path, config)
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            RunDirectory.create(config)
+    finally:
+        process.kill()
+        process.wait(10)
+    RunDirectory.resume(path, config).release()
+
+
+def test_changes_names_keys(tmp_path: Path) -> None:
+    old, new = (
+        config_for(tmp_path / "a"),
+        config_for(tmp_path / "b", "learner.lr=2", "critic={}", "algorithm.advantage=gae"),
+    )
+    assert {key for key, _, _ in changes(old, new)} == {"learner.lr", "critic", "algorithm.advantage"}
+
+
+def test_atomic_writes_leave_no_traces(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,99 @@
+"""Ctrl-C once asks, twice stops, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+PROGRAM = """
+import asyncio, subprocess, sys, time
+from agentkit.cli import signals
+
+signals.GRACE_S = 1.0
+
+async def work(stop):
+    child = subprocess.Popen(["sleep", "600"])
+    print("child", child.pid, flush=True)
+    try:
+        if sys.argv[1] == "obedient":
+            await stop.wait()
+            return "saved"
+        if sys.argv[1] == "slow":
+            await asyncio.sleep(600)
+        while True:  # stuck: the event loop never runs again
+            time.sleep(0.01)
+    finally:
+        if sys.argv[1] != "stuck":
+            child.kill()
+            child.wait()
+
+try:
+    print(asyncio.run(signals.obeying_signals(work, lambda text: print("said", text, flush=True))))
+except asyncio.CancelledError:
+    sys.exit(signals.STOPPED)
+"""
+
+
+def started(kind: str) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, kind], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    word, pid = process.stdout.readline().split()
+    assert word == "child"
+    return process, int(pid)
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_once_finishes_cleanly(number: signal.Signals) -> None:
+    process, child = started("obedient")
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "finishing with a checkpoint" in output
+    assert "saved" in output
+    assert gone(child)
+
+
+def test_twice_cancels_and_cleans_up() -> None:
+    process, child = started("slow")
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None, "once is a request, not an order"
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert gone(child)
+
+
+def test_twice_kills_what_does_not_listen_with_all_its_children() -> None:
+    process, child = started("stuck")
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert gone(child)
+
+
+def test_three_times_is_at_once() -> None:
+    process, child = started("stuck")
+    for _ in range(3):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    process.communicate(timeout=0.9)
+    assert process.returncode == 130
+    assert gone(child)

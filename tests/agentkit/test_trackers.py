@@ -1,0 +1,89 @@
+"""Trackers, by what their own tools read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from requiring import require
+
+from agentkit.config_io import parse_config
+from agentkit.run_directory import RunDirectory
+from agentkit.store import Recorder
+from agentkit.trackers import open_trackers
+
+
+def test_tensorboard_reads_back_what_was_logged_and_not_what_was_rolled_back(tmp_path: Path) -> None:
+    require("tensorboard", "pip install 'agentkit-rl[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = parse_config("env: {id: A}", [f"dir={tmp_path / 'run'}", "trackers=[tensorboard]"])
+    directory = RunDirectory.create(config)
+    with Recorder(directory, open_trackers(config, directory)) as recorder:
+        for update in (1, 2):
+            recorder.metrics(0, {"imitation/updates": update, "imitation/loss": 1 / update})
+        for step in range(1, 5):
+            recorder.metrics(step, {"rollout/success": step / 10})
+    with Recorder(directory, open_trackers(config, directory)) as recorder:
+        recorder.rollback(2)
+        recorder.metrics(3, {"rollout/success": 0.9})
+    events = EventAccumulator(str(directory.logs / "tensorboard"))
+    events.Reload()
+    success = [(event.step, round(event.value, 3)) for event in events.Scalars("rollout/success")]
+    assert success == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [event.step for event in events.Scalars("imitation/loss")] == [1, 2]
+
+
+def test_wandb_offline_keeps_the_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("wandb", "pip install 'agentkit-rl[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = parse_config("env: {id: A}", [f"dir={tmp_path / 'run'}", "trackers=[wandb]", "name=mine"])
+    directory = RunDirectory.create(config)
+    with Recorder(directory, open_trackers(config, directory)) as recorder:
+        for step in range(1, 4):
+            recorder.metrics(step, {"rollout/success": step / 10})
+    (file,) = (directory.logs / "wandb").glob("offline-run-*/*.wandb")
+    history, name, project = read_wandb(file)
+    assert [(row["step"], row["rollout/success"]) for row in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert (name, project) == ("mine", "agentkit")
+    again = open_trackers(config, directory)  # a resumed run keeps its identity
+    again[0].close()
+    # offline-run-DATE_TIME-ID, and a further number where two sessions began within one second
+    names = {path.name.split("-")[3] for path in (directory.logs / "wandb").glob("offline-run-*")}
+    assert names == {(directory.logs / "wandb.id").read_text()}
+
+
+def read_wandb(file: Path) -> tuple[list[dict], str, str]:
+    """What the file of an offline run holds: its history, name and project."""
+    from wandb.proto import wandb_internal_pb2
+
+    history, name, project = [], "", ""
+    for data in leveldb_log(file.read_bytes()[7:], start=7):
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            history.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif record.WhichOneof("record_type") == "run":
+            name, project = record.run.display_name, record.run.project
+    return history, name, project
+
+
+def leveldb_log(data: bytes, start: int) -> Iterator[bytes]:
+    """Records of a log in LevelDB's format (crc, length, type in blocks of 32 KiB), which follow W&B's own header."""
+    offset, parts = 0, b""
+    while offset + 7 <= len(data):
+        left = 32768 - (start + offset) % 32768
+        if left < 7:
+            offset += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, offset + 4)
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""

@@ -1,0 +1,78 @@
+"""Views show what the run tells them, and leave the terminal alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from agentkit.cli.evaluate import wilson_interval
+from agentkit.cli.views import LiveView, PlainView, Progression, duration
+from agentkit.config_io import parse_config
+
+CONFIG = parse_config("env: {id: FrozenLake-v1}")
+METRICS = {
+    "rollout/success": 0.25,
+    "rollout/return_mean": -0.5,
+    "engine/tokens_per_s": 12345.6,
+    "staleness/mean": 0.5,
+    "staleness/max": 1.0,
+    "gate/dropped": 2.0,
+    "env/failures": 1.0,
+    "policy/loss": float("nan"),
+}
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView()
+    view.start(3, CONFIG)
+    view.stage("training")
+    view.stage("training")
+    view.step(1, METRICS)
+    view.step(2, METRICS)
+    view.message("a [message] with brackets")
+    view.stop()
+    view.stop()
+    output = capsys.readouterr().out
+    assert output.count("— training") == 1
+    assert "step 1/3  success 25.0%  return -0.500  tokens/s 12,346  staleness 0.50 (max 1)" in output
+    assert "dropped 4" in output
+    assert "failures 2" in output
+    assert "left" in output.splitlines()[-2]
+    assert "a [message] with brackets" in output
+
+
+def test_the_live_view_restores_the_terminal() -> None:
+    screen = io.StringIO()
+    view = LiveView(Console(file=screen, force_terminal=True, width=100))
+    view.start(10, CONFIG)
+    view.stage("training")
+    view.step(4, METRICS)
+    view.message("a [message] with brackets")
+    view.stop()
+    view.stop()
+    output = screen.getvalue()
+    for part in ("25.0%", "12,346", "a [message] with brackets", "4/10"):
+        assert part in output
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h")
+
+
+def test_the_time_left_counts_from_the_first_step_seen() -> None:
+    progression = Progression(100)
+    assert progression.seconds_left() is None
+    progression.reached(51, 1000.0)  # resumed: the fifty steps before cost this process nothing
+    assert progression.seconds_left() is None
+    progression.reached(61, 1020.0)
+    assert progression.seconds_left() == pytest.approx(2.0 * 39)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (42, "42 s"), (187, "3:07"), (7387, "2:03:07")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_interval_of_a_success_rate() -> None:
+    # Newcombe (1998), table I: 81 of 263, and 0 of 20.
+    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-4)
+    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-4)

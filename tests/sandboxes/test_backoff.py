@@ -1,0 +1,57 @@
+"""Waits grow, are jittered over their whole range, and are capped; restarts are counted in a sliding window."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentkit.sandboxes.backoff import Backoff, Intensity, Setbacks
+
+
+@given(st.integers(0, 10_000), st.integers())
+def test_a_delay_is_within_its_ceiling(failures, seed):
+    backoff = Backoff()
+    assert 0 <= backoff.delay(failures, random.Random(seed)) <= backoff.ceiling(failures) <= 30
+
+
+def test_ceilings_double_up_to_the_cap():
+    assert [Backoff().ceiling(n) for n in range(1, 9)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_jitter_is_full():
+    rng = random.Random(0)
+    delays = [Backoff().delay(5, rng) for _ in range(1000)]
+    assert min(delays) < 0.1
+    assert max(delays) > 7.9
+    assert 3.7 < sum(delays) / len(delays) < 4.3
+
+
+def test_three_restarts_a_minute():
+    intensity = Intensity()
+    assert [intensity.allow(now) for now in (0, 10, 20, 30, 59.9)] == [True, True, True, False, False]
+    assert intensity.allow(60)  # the first has left the window
+    assert not intensity.allow(60)
+    assert intensity.allow(70)
+
+
+@given(st.lists(st.floats(0, 20), max_size=100))
+def test_never_more_than_the_limit_in_any_window(gaps):
+    intensity, now, allowed = Intensity(3, 60), 0.0, []
+    for gap in gaps:
+        now += gap
+        if intensity.allow(now):
+            allowed.append(now)
+    for start in allowed:
+        assert sum(start <= time < start + 60 for time in allowed) <= 3
+
+
+def test_setbacks_add_up_until_something_works():
+    setbacks = Setbacks(random.Random(0))
+    for number in range(1, 6):
+        setbacks.add(OSError(f"{number}"), 100.0, grave=number == 2)
+        assert 100 <= setbacks.not_before <= 100 + Backoff().ceiling(number)
+    assert (setbacks.count, setbacks.grave, str(setbacks.error)) == (5, True, "5")
+    setbacks.clear()
+    assert (setbacks.count, setbacks.grave, setbacks.error, setbacks.not_before) == (0, False, None, 0.0)

@@ -1,0 +1,62 @@
+"""Environments in containers: the image that holds them, and the same episodes as in this process."""
+
+import pytest
+from requiring import require
+
+import agentkit
+from agentkit.envs.sandboxed import SandboxedEnv
+from agentkit.errors import EnvCrashed, ImageError
+from agentkit.sandboxes.sandbox import Sandbox
+from agentkit.sandboxes.spec import SandboxSpec
+
+pytestmark = pytest.mark.docker
+
+
+def box_of(env: SandboxedEnv) -> Sandbox:
+    assert env._seat is not None
+    return env._seat.room.process._box
+
+
+@pytest.fixture(scope="module")
+def env_image():
+    """The image of this checkout's environments."""
+    require("docker", "pip install 'agentkit-rl[docker]'")
+    from agentkit.sandboxes.images import ENV_IMAGE, build_environments
+
+    try:
+        build_environments()
+    except ImageError as error:
+        require(False, f"run .ci/docker, which builds the base image ({error})")
+    return ENV_IMAGE
+
+
+@pytest.mark.parametrize("id", ["Sokoban-v0", "FrozenLake-v1", "Countdown-v0"])
+async def test_the_same_episode_as_in_process(id, env_image, docker_backend):
+    there = SandboxedEnv(id, sandbox=docker_backend, sandbox_spec=SandboxSpec(image=env_image), reset_timeout=300.0)
+    here = agentkit.make(id)
+    try:
+        assert await there.reset(seed=5) == here.reset(seed=5)
+        assert box_of(there).info.loosened == ()
+        for action in ("Up", "Right", "Down", "1 + 1"):
+            said = await there.step(action)
+            assert said == here.step(action)
+            if said[2] or said[3]:
+                break
+    finally:
+        await there.close()
+
+
+async def test_a_container_that_is_removed_is_a_crash_and_the_episode_comes_back(env_image, docker_backend):
+    env = SandboxedEnv("Sokoban-v0", sandbox=docker_backend, recovery="replay", reset_timeout=300.0)
+    here = agentkit.make("Sokoban-v0")
+    try:
+        assert await env.reset(seed=5) == here.reset(seed=5)
+        assert await env.step("Up") == here.step("Up")
+        await docker_backend.remove(box_of(env).id)
+        assert await env.step("Right") == here.step("Right")
+        env._recovery = "retry"
+        await docker_backend.remove(box_of(env).id)
+        with pytest.raises(EnvCrashed):
+            await env.step("Down")
+    finally:
+        await env.close()

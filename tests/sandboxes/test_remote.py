@@ -1,0 +1,578 @@
+"""A sandbox server and its clients, over real sockets: who may come in, what may be asked for, and what breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentkit.errors import (
+    AccessDenied,
+    AgentkitError,
+    ConfigError,
+    EngineUnavailable,
+    FileTooLarge,
+    ProtocolError,
+    QuotaExceeded,
+    SandboxError,
+    SandboxLost,
+)
+from agentkit.sandboxes import Mount, Network, Resources, Sandbox, SandboxSpec
+from agentkit.sandboxes.backends.fake import FakeBackend, Fault
+from agentkit.sandboxes.backends.remote import RemoteBackend
+from agentkit.sandboxes.remote_protocol import ERRORS, Code, pack_error, unpack_error
+from agentkit.sandboxes.server import Service
+from agentkit.sandboxes.server_access import find_token
+from agentkit.sandboxes.server_policy import Limits, Policy, permitted
+
+TOKEN = "a-token-of-the-tests-alone"
+PATIENCE = 1.0
+SLACK = 20.0
+SMALL = SandboxSpec(resources=Resources(memory=128 << 20, tmp=8 << 20, workspace=16 << 20, shm=1 << 20))
+
+
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[FakeBackend, Service]]:
+    fake = FakeBackend(create_seconds=0.02, call_seconds=0.0)
+    async with Service(fake, token=TOKEN, **options) as service:
+        yield fake, service
+
+
+@contextlib.asynccontextmanager
+async def connected(*urls: str, token: str = TOKEN) -> AsyncIterator[RemoteBackend]:
+    backend = RemoteBackend(list(urls), token, patience=PATIENCE)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+async def until(condition: Any) -> None:
+    end = time.monotonic() + SLACK
+    while not condition():
+        assert time.monotonic() < end, "it did not come about in time"
+        await asyncio.sleep(0.02)
+
+
+class Process:
+    """A server in a process of its own, which can be killed."""
+
+    def __init__(self, directory: Path) -> None:
+        code = (
+            "from agentkit.sandboxes.server import serve\n"
+            "serve('fake', port=0, announce=lambda url: print(url, flush=True))"
+        )
+        environment = {**os.environ, "AGENTKIT_SANDBOX_TOKEN": TOKEN, "AGENTKIT_RUNTIME_DIR": str(directory)}
+        self._popen = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
+        assert self._popen.stdout is not None
+        self.url = self._popen.stdout.readline().strip()
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        self._popen.send_signal(number)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+        return self._popen.wait(60)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.end()
+
+
+# Who may come in.
+
+
+@pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], f"{TOKEN}x", TOKEN.upper(), f"{TOKEN}\x7f", "é"])
+async def test_only_the_token_opens(token: str) -> None:
+    async with served() as (fake, service), httpx.AsyncClient(trust_env=False) as client:
+        headers = [(b"authorization", f"Bearer {token}".encode("latin-1"))] if token else []
+        for method, path in (("GET", "/v1/boot"), ("POST", "/v1/list"), ("GET", "/docs"), ("GET", "/nowhere")):
+            answer = await client.request(method, service.url + path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers.get("access-control-allow-origin") is None
+            assert isinstance(unpack_error(answer.content), AccessDenied)
+        assert fake.calls == []
+
+
+async def test_a_client_with_another_token_is_told_so() -> None:
+    async with served() as (_, service):
+        with pytest.raises(AccessDenied, match="token"):
+            async with connected(service.url, token="another-token-of-the-tests"):
+                pass
+
+
+async def test_web_pages_are_no_clients() -> None:
+    async with served() as (_, service), httpx.AsyncClient(trust_env=False) as client:
+        good = {"authorization": f"Bearer {TOKEN}"}
+        assert (await client.get(f"{service.url}/v1/boot", headers=good)).status_code == 200
+        answer = await client.get(f"{service.url}/v1/boot", headers={**good, "origin": "http://127.0.0.1"})
+        assert answer.status_code == 403
+        answer = await client.options(f"{service.url}/v1/boot", headers={"origin": "http://127.0.0.1"})
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "localhost.example.org"])
+def test_only_loopback_without_tls(host: str) -> None:
+    with pytest.raises(ConfigError, match="certificate"):
+        Service(FakeBackend(), token=TOKEN, host=host)
+    with pytest.raises(ConfigError, match="certificate"):
+        Service(FakeBackend(), token=TOKEN, host=host, certificate="/a/certificate")
+    shown = f"[{host}]" if ":" in host else host
+    with pytest.raises(ConfigError, match="unencrypted"):
+        RemoteBackend(f"http://{shown}:1", TOKEN)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: apt-get install openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = str(directory / "cert.pem"), str(directory / "key.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", key, "-out", cert]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+async def test_tls_and_whom_to_trust(certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    async with served(host="0.0.0.0", certificate=cert, key=key) as (_, service):
+        url = service.url.replace("0.0.0.0", "127.0.0.1")
+        assert url.startswith("https://")
+        backend = RemoteBackend(url, TOKEN, ca=cert)
+        await backend.start()
+        async with await Sandbox.create(SMALL, backend=backend) as box:
+            assert (await box.exec("echo safe")).stdout == "safe\n"
+        await backend.close()
+        stranger = RemoteBackend(url, TOKEN)
+        with pytest.raises(EngineUnavailable, match="certificate"):
+            await stranger.start()
+
+
+def test_where_a_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("AGENTKIT_SANDBOX_TOKEN", raising=False)
+    monkeypatch.delenv("AGENTKIT_SANDBOX_TOKEN_FILE", raising=False)
+    with pytest.raises(ConfigError, match="no token"):
+        find_token()
+    made = find_token(make=True)
+    assert len(made) >= 40
+    assert find_token() == find_token(make=True) == made
+    file = tmp_path / "token"
+    file.write_text("a-token-from-a-file-it-is\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod"):
+        find_token(file)
+    file.chmod(0o600)
+    assert find_token(file) == "a-token-from-a-file-it-is"
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="20"):
+        find_token(file)
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", "a-token-from-the-environment")
+    assert find_token() == "a-token-from-the-environment"
+
+
+# How much, and how fast.
+
+
+async def _raw(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
+    """What the server answers to these bytes, sent one after the other; ends when it closes."""
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(pause)
+        return await asyncio.wait_for(reader.read(), SLACK)
+    finally:
+        writer.close()
+
+
+HEAD = f"POST /v1/list HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n".encode()
+
+
+async def test_a_body_that_is_too_long() -> None:
+    async with served(limits=Limits(body=1000)) as (_, service):
+        answer = await _raw(service, HEAD + b"content-length: 1001\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 413")
+        answer = await _raw(service, HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 411")
+        async with connected(service.url) as backend, await Sandbox.create(SMALL, backend=backend) as box:
+            with pytest.raises(QuotaExceeded) as caught:
+                await box.files.write("x", b"x" * 1001)
+            assert not caught.value.retryable
+
+
+async def test_slow_senders_are_sent_away() -> None:
+    limits = Limits(header_seconds=0.5, body_seconds=0.5)
+    async with served(limits=limits) as (_, service):
+        assert (await _raw(service)).startswith(b"HTTP/1.1 408")
+        slow = [bytes([byte]) for byte in HEAD]
+        with contextlib.suppress(ConnectionError):
+            assert (await _raw(service, *slow, pause=0.05)).startswith(b"HTTP/1.1 408")
+        assert (await _raw(service, HEAD + b"content-length: 10\r\n\r\n", b"{")).startswith(b"HTTP/1.1 408")
+        whole = HEAD + b"content-length: 2\r\n\r\n{}"
+        answer = await _raw(service, whole, HEAD, pause=0.2)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 408" in answer
+        async with connected(service.url) as backend:
+            assert await backend.list({}) == []
+
+
+async def test_too_much_at_once() -> None:
+    async with served(limits=Limits(requests=3)) as (_, service), connected(service.url) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        tasks = [asyncio.ensure_future(box.exec("sleep 1")) for _ in range(6)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(result).__name__ for result in results} == {"ExecResult", "QuotaExceeded"}
+        assert (await box.exec("true")).ok
+        await box.close()
+
+
+async def test_too_many_sandboxes() -> None:
+    async with served(limits=Limits(sandboxes=2)) as (fake, service), connected(service.url) as backend:
+        made = await asyncio.gather(*[Sandbox.create(SMALL, backend=backend) for _ in range(5)], return_exceptions=True)
+        boxes: list[Sandbox] = [box for box in made if isinstance(box, Sandbox)]
+        assert (len(boxes), fake.most) == (2, 2)
+        assert sum(isinstance(refusal, QuotaExceeded) for refusal in made) == 3
+        await boxes[0].close()
+        boxes[0] = await Sandbox.create(SMALL, backend=backend)
+        for box in boxes:
+            await box.close()
+
+
+async def test_garbage_is_answered_and_harms_nobody() -> None:
+    async with served() as (_, service), connected(service.url) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        channel: Any = box._channel
+        link = channel._link
+        for path in (
+            f"{channel._path}/exec",
+            f"{channel._path}/spawn",
+            f"{channel._path}/read",
+            "/v1/stream",
+            "/v1/list",
+        ):
+            for garbage in (b"", b"\0", b"[" * 100_000, b'{"a":1}', b"b\xff\xff\xff\xff", os.urandom(1000)):
+                with pytest.raises(ProtocolError):
+                    await link.call("POST", path, garbage)
+        for path in ("/v1/sandboxes/..%2f..%2fetc", "/v1/sandboxes/ak-1/pause", "/v1/channels/x/stats"):
+            with pytest.raises(SandboxError):
+                await link.call("POST", path, b"null")
+        with pytest.raises(SandboxError):
+            await backend.create("ak-../../../../etc", SMALL, {})
+        assert (await box.exec("echo fine")).stdout == "fine\n"
+        await box.close()
+
+
+# What may be asked for.
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"image": "evil/image"}, "image"),
+        ({"image": "agentkit/base-not"}, "image"),
+        ({"mounts": (Mount(source="/etc", target="/mnt"),)}, "mounts"),
+        ({"mounts": (Mount(source="/", target="/mnt"),)}, "mounts"),
+        ({"cap_add": ("SYS_ADMIN",)}, "cap_add"),
+        ({"runtime": "runc"}, "runtime"),
+        ({"network": Network.bridge()}, "network"),
+        ({"network": Network.allow(domains=("example.org",))}, "network"),
+        ({"user": "0:0"}, "user"),
+        ({"user": "00:5"}, "user"),
+        ({"user": "5:0"}, "user"),
+        ({"readonly_root": False}, "readonly_root"),
+        ({"resources": Resources(gpus=1)}, "gpus"),
+        ({"resources": Resources(cpus=64)}, "cpus"),
+        ({"resources": Resources(memory=1 << 40)}, "memory"),
+        ({"output_limit": 1 << 40}, "output"),
+    ],
+)
+async def test_a_token_is_not_root(fields: dict[str, Any], named: str) -> None:
+    async with served() as (fake, service), connected(service.url) as backend:
+        with pytest.raises((AccessDenied, QuotaExceeded), match=named) as caught:
+            await Sandbox.create(SandboxSpec(**fields), backend=backend)
+        assert not caught.value.retryable
+        assert fake.most == 0
+
+
+def test_mounts_are_what_they_are_and_not_what_they_are_called(tmp_path: Path) -> None:
+    allowed, secret = tmp_path / "allowed", tmp_path / "allowed-not"
+    (allowed / "data").mkdir(parents=True)
+    secret.mkdir()
+    (allowed / "link").symlink_to(secret)
+    policy = Policy(mounts=(str(allowed),))
+
+    def ask(source: object, read_only: bool = True) -> SandboxSpec:
+        return permitted(policy, SandboxSpec(mounts=(Mount(source=str(source), target="/m", read_only=read_only),)))
+
+    assert ask(allowed / "data").mounts[0].source == str(allowed / "data")
+    assert ask(f"{allowed}/x/../data").mounts[0].source == str(allowed / "data")
+    for source in (secret, tmp_path, "/", allowed / "link", f"{allowed}/../allowed-not", f"{allowed}/link/x"):
+        with pytest.raises(AccessDenied):
+            ask(source)
+    with pytest.raises(AccessDenied):
+        ask(allowed / "data", read_only=False)
+
+
+async def test_clients_see_only_what_was_made_here() -> None:
+    async with served() as (fake, service), connected(service.url) as backend:
+        other = await Sandbox.create(SMALL, backend=fake)
+        assert await backend.list({"agentkit.managed": "1"}) == []
+        assert (await backend.inspect(other.id)).state == "absent"
+        await backend.remove(other.id)
+        with pytest.raises(SandboxLost):
+            await Sandbox.connect(other.id, backend=backend)
+        with pytest.raises(SandboxError):
+            await backend.create(other.id, SMALL, {})
+        assert (await other.exec("echo here")).ok
+        await other.close()
+
+
+async def test_labels_of_the_house_are_the_servers() -> None:
+    async with served() as (fake, service), connected(service.url) as backend:
+        await backend.create("ak-0123456789abcdef", SMALL, {"agentkit.id": "ak-other", "mine": "1"})
+        labels = fake.boxes["ak-0123456789abcdef"].labels
+        assert (labels["agentkit.id"], labels["mine"]) == ("ak-0123456789abcdef", "1")
+
+
+# What crosses the wire.
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_errors_keep_their_kind(code: Code) -> None:
+    kind = ERRORS[code]
+    error = kind("why", reason="oom", out=b"\xff") if issubclass(kind, SandboxError) else kind("why")
+    back = unpack_error(pack_error(error))
+    assert (type(back), str(back)) == (kind, "why")
+    if isinstance(back, SandboxError):
+        assert back.details == {"reason": "oom", "out": b"\xff"}
+
+
+def test_what_nobody_foresaw_tells_nothing() -> None:
+    back = unpack_error(pack_error(RuntimeError("a secret of the server")))
+    assert type(back) is SandboxError
+    assert "secret" not in str(back)
+    assert back.side_effects == "maybe"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *(b"", b"[]", b"null", b"{}", b"[" * 9999, b'{"code":"os.system","message":"x"}'),
+        b'{"code":["lost"],"message":"x"}',
+        b'{"code":"lost","message":"x","details":[1]}',
+        b'{"code":"lost","message":"x","details":{"message":1}}',
+    ],
+)
+def test_words_that_name_no_error(told: bytes) -> None:
+    assert type(unpack_error(told)) is ProtocolError
+
+
+async def test_errors_and_files_of_all_kinds() -> None:
+    async with served() as (_, service), connected(service.url) as backend:  # noqa: SIM117
+        async with await Sandbox.create(SMALL, backend=backend) as box:
+            await box.files.write("odd \udcff", b"\0\xff" * 100)
+            assert [info.path for info in await box.files.list()] == ["/workspace/odd \udcff"]
+            assert await box.files.read("odd \udcff") == b"\0\xff" * 100
+            with pytest.raises(FileTooLarge):
+                await box.files.read("odd \udcff", limit=10)
+
+
+# What breaks.
+
+
+async def test_a_broken_connection_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (fake, service), connected(service.url) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        task = asyncio.ensure_future(box.exec("echo x >> log; sleep 1; echo y >> log", timeout=20))
+        await until(lambda: any(call.argv[-1].startswith("echo x") for call in fake.boxes[box.id].executed))
+        for connection in list(service._server.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and cycle.scope["path"].endswith("/exec"):
+                connection.transport.abort()
+        with pytest.raises((EngineUnavailable, SandboxLost)) as caught:
+            await task
+        assert caught.value.side_effects == "maybe"
+        await asyncio.sleep(1.5)
+        # Run once, and killed when its caller was gone; the sandbox is as good as before.
+        assert (await box.exec("cat log")).stdout == "x\n"
+        await box.close()
+
+
+async def test_a_key_lets_a_broken_call_be_repeated() -> None:
+    async with served() as (fake, service), connected(service.url) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        task = asyncio.ensure_future(box.exec("echo x >> log; sleep 1; echo out", timeout=20, idempotency_key="k"))
+        await until(lambda: fake.boxes[box.id].executed)
+        for connection in list(service._server.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and cycle.scope["path"].endswith("/exec"):
+                connection.transport.abort()
+        assert (await task).stdout == "out\n"
+        assert (await box.exec("cat log")).stdout == "x\n"
+        await box.close()
+
+
+async def test_a_server_killed_in_mid_exec(process: Process) -> None:
+    async with connected(process.url) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        running = await box.spawn("sleep 1000", timeout=2000)
+        task = asyncio.ensure_future(box.exec("sleep 1000", timeout=2000))
+        await asyncio.sleep(0.3)
+        process.end()
+        with pytest.raises(SandboxLost) as caught:
+            await asyncio.wait_for(task, PATIENCE + SLACK)
+        assert (caught.value.details["reason"], caught.value.side_effects) == ("engine_down", "maybe")
+        with pytest.raises(SandboxLost):
+            await asyncio.wait_for(running.wait(), SLACK)
+        assert (box.state, box.loss) == ("unhealthy", "engine_down")
+        with pytest.raises(EngineUnavailable):
+            await Sandbox.create(SMALL, backend=backend)
+        with pytest.raises(EngineUnavailable):
+            await box.close()
+
+
+async def test_two_servers_and_one_is_killed(process: Process) -> None:
+    async with served() as (fake, service), connected(service.url, process.url) as backend:
+        boxes = await asyncio.gather(*[Sandbox.create(SMALL, backend=backend) for _ in range(6)])
+        assert len(fake.boxes) == 3
+        assert {seen.id for seen in await backend.list({})} == {box.id for box in boxes}
+        process.end()
+        here = [box for box in boxes if box.id in fake.boxes]
+        there = [box for box in boxes if box not in here]
+        await until(lambda: all(box.loss == "engine_down" for box in there))
+        for box in here:
+            assert (await box.exec("echo on")).stdout == "on\n"
+        more = [await Sandbox.create(SMALL, backend=backend) for _ in range(3)]
+        assert len(fake.boxes) == 6
+        for box in here + more:
+            await box.close()
+        assert fake.boxes == {}
+
+
+async def test_the_full_and_the_unreachable_are_passed_over() -> None:
+    gone = socket.create_server(("127.0.0.1", 0))
+    nobody = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    gone.close()
+    one, two = served(limits=Limits(sandboxes=1)), served(limits=Limits(sandboxes=3))
+    async with one as (small, first), two as (large, second), connected(nobody, first.url, second.url) as backend:
+        boxes = await asyncio.gather(*[Sandbox.create(SMALL, backend=backend) for _ in range(4)])
+        assert (len(small.boxes), len(large.boxes)) == (1, 3)
+        with pytest.raises(QuotaExceeded):
+            await Sandbox.create(SMALL, backend=backend)
+        # Found again by a client that did not make them, and forked where they live.
+        async with connected(first.url, second.url) as other:
+            found = [await Sandbox.connect(box.id, backend=other) for box in boxes]
+            assert all([(await box.exec("true")).ok for box in found])
+        for box in boxes:
+            await box.close()
+
+
+async def test_a_server_that_comes_back_is_used_again() -> None:
+    async with served() as (_, service):
+        port = int(service.url.rpartition(":")[2])
+        backend = RemoteBackend(service.url, TOKEN, patience=PATIENCE)
+        await backend.start()
+        lost = await Sandbox.create(SMALL, backend=backend)
+    async with served(port=port) as (fake, _):
+        await until(lambda: lost.loss is not None)
+        await until(lambda: backend._links[0].up)
+        async with await Sandbox.create(SMALL, backend=backend) as box:
+            assert (await box.exec("true")).ok
+        await lost.close()
+        assert fake.boxes == {}
+        await backend.close()
+
+
+# Who goes away.
+
+
+async def test_sandboxes_outlive_their_client_for_the_lease() -> None:
+    async with served(limits=Limits(lease=1.0)) as (fake, service):
+        async with connected(service.url) as backend:
+            box = await Sandbox.create(SMALL, backend=backend)
+            await asyncio.sleep(2.0)
+            assert box.id in fake.boxes
+        async with connected(service.url) as backend:
+            again = await Sandbox.connect(box.id, backend=backend)
+            await asyncio.sleep(2.0)
+            assert (await again.exec("true")).ok
+            await again.close()
+        await until(lambda: not fake.boxes)
+
+
+async def test_a_time_to_live_ends_without_its_client() -> None:
+    async with served() as (fake, service):
+        async with connected(service.url) as backend:
+            box = await Sandbox.create(SMALL, backend=backend, ttl=100)
+            await box.extend(1)
+            box._stop_timer()
+        await until(lambda: not fake.boxes)
+
+
+async def test_a_client_that_leaves_kills_what_it_ran() -> None:
+    async with served() as (fake, service):
+        async with connected(service.url) as backend:
+            box = await Sandbox.create(SMALL, backend=backend)
+            process = await box.spawn("sleep 1000", timeout=2000)
+            task = asyncio.ensure_future(box.exec("sleep 1000", timeout=2000))
+            machine = fake.boxes[box.id].machine
+            await until(lambda: len(machine.processes) >= 2)
+        with pytest.raises(SandboxLost):
+            await task
+        with pytest.raises((SandboxLost, EngineUnavailable)):
+            await process.wait()
+        await until(lambda: not machine.processes)
+        assert box.id in fake.boxes
+
+
+async def test_cancelling_returns_when_the_command_is_dead() -> None:
+    async with served() as (fake, service), connected(service.url) as backend:  # noqa: SIM117
+        async with await Sandbox.create(SMALL, backend=backend) as box:
+            machine = fake.boxes[box.id].machine
+            for _ in range(5):
+                task = asyncio.ensure_future(box.exec("sleep 1000"))
+                await until(lambda: machine.processes)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert not machine.processes
+
+
+async def test_a_failed_creation_leaves_its_place_free() -> None:
+    async with served(limits=Limits(sandboxes=1)) as (fake, service), connected(service.url) as backend:
+        fake.inject(Fault("create", "fail", phase="start", times=2))
+        for _ in range(2):
+            with pytest.raises(AgentkitError):
+                await Sandbox.create(SMALL, backend=backend)
+        async with await Sandbox.create(SMALL, backend=backend):
+            assert len(fake.boxes) == 1
+
+
+async def test_a_server_that_is_stopped_removes_what_it_made(process: Process) -> None:
+    async with connected(process.url) as backend:
+        await Sandbox.create(SMALL, backend=backend)
+        assert process.end(signal.SIGTERM) == 0
+
+
+def test_no_token_is_ever_an_argument() -> None:
+    source = (Path(__file__).parents[2] / "sandboxes" / "server.py").read_text()
+    assert re.search(r"sys\.argv|argparse", source) is None

@@ -1,0 +1,405 @@
+"""What a sandbox makes of a world that breaks: every fault by hand and by script, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from agentkit.errors import (
+    AgentkitError,
+    EngineUnavailable,
+    ImageError,
+    InvalidTransition,
+    LeaseExpired,
+    SandboxError,
+    SandboxLost,
+    StartTimeout,
+)
+from agentkit.sandboxes import Sandbox
+from agentkit.sandboxes.backends import virtual_time
+from agentkit.sandboxes.backends.fake import FakeBackend, Fault
+from agentkit.sandboxes.living import ANSWER_GRACE, CALL_TIMEOUT
+
+Scenario = Callable[[FakeBackend], Coroutine[Any, Any, None]]
+
+
+def simulate(scenario: Scenario, *faults: Fault) -> None:
+    async def main() -> None:
+        backend = FakeBackend(seed=1, faults=faults)
+        await backend.start()
+        await scenario(backend)
+        assert backend.boxes == {}
+        await backend.close()
+
+    virtual_time.run(main(), limit=100_000)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "phase"),
+    [
+        (Fault("create", "fail", phase="pull"), ImageError, None),
+        (Fault("create", "hang", phase="pull"), ImageError, None),
+        (Fault("create", "fail", phase="create"), EngineUnavailable, None),
+        (Fault("create", "fail", phase="start"), StartTimeout, "start"),
+        (Fault("create", "hang", phase="start"), StartTimeout, "start"),
+        (Fault("create", "fail", phase="ready"), StartTimeout, "ready"),
+    ],
+)
+def test_a_creation_that_fails_says_where_and_leaves_nothing(
+    fault: Fault, error: type[SandboxError], phase: str | None
+) -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        with pytest.raises(error) as caught:
+            await Sandbox.create(backend=backend)
+        assert caught.value.details.get("phase") == phase
+        assert backend.boxes == {}
+        async with await Sandbox.create(backend=backend) as box:
+            assert (await box.exec("echo hi")).stdout == "hi\n"
+
+    simulate(scenario, fault)
+
+
+def test_a_creation_can_be_cancelled_at_any_moment() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        for step in range(60):
+            task = asyncio.ensure_future(
+                Sandbox.create(backend=backend, setup=("sleep", "0.1"), ready=("sleep", "0.1"))
+            )
+            await asyncio.sleep(step * 0.01)
+            task.cancel()
+            try:
+                box = await task
+            except asyncio.CancelledError:
+                assert backend.boxes == {}
+            else:
+                await box.close()
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(("does", "reason"), [("die", "exited"), ("oom", "oom"), ("fail", "agent_dead")])
+def test_a_loss_in_the_middle_of_a_command(does: Any, reason: str) -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box, await Sandbox.create(backend=backend) as other:
+            backend.inject(Fault("exec", does, seconds=1, id=box.id))
+            with pytest.raises(SandboxLost) as caught:
+                await box.exec("sleep 10")
+            assert caught.value.details["reason"] == reason
+            assert caught.value.side_effects == "maybe"
+            assert (box.state, box.loss) == ("unhealthy", reason)
+            assert box.history[-1].cause == f"connection lost: {reason}"
+            with pytest.raises(SandboxLost):
+                await box.files.read("x")
+            assert (await other.exec("echo fine")).ok
+            await box.restart()
+            assert (box.state, box.generation, box.loss) == ("ready", 2, None)
+            assert (await box.exec("echo back")).ok
+
+    simulate(scenario)
+
+
+def test_an_agent_that_is_silent_counts_as_dead() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box:
+            backend.mute(box.id)
+            start = now()
+            with pytest.raises(SandboxLost, match="did not answer") as caught:
+                await box.exec("true", timeout=5)
+            assert caught.value.details["reason"] == "agent_dead"
+            assert now() - start == pytest.approx(5 + ANSWER_GRACE, abs=0.1)
+            assert (box.state, box.loss) == ("unhealthy", "agent_dead")
+        async with await Sandbox.create(backend=backend) as box:
+            backend.freeze(box.id)
+            start = now()
+            with pytest.raises(SandboxLost):
+                await box.files.read("x")
+            assert now() - start == pytest.approx(CALL_TIMEOUT, abs=0.1)
+            with pytest.raises(SandboxLost):
+                await box.exec("true")
+
+    simulate(scenario)
+
+
+def test_a_ping_tells_silence_from_loss() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box:
+            backend.slow(box.id, 0.5)
+            assert await box.ping(2) == pytest.approx(0.5, abs=0.01)
+            backend.mute(box.id)
+            with pytest.raises(asyncio.TimeoutError):
+                await box.ping(2)
+            backend.unmute(box.id)
+            assert box.state == "ready"
+            backend.cut(box.id)
+            with pytest.raises(SandboxLost):
+                await box.ping(2)
+
+    simulate(scenario)
+
+
+def test_processes_that_nobody_can_kill_taint() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box:
+            backend.inject(Fault("exec", "taint", id=box.id))
+            result = await box.exec("sleep 1000", timeout=1)
+            assert (result.timed_out, result.tainted) == (True, True)
+            assert box.info.tainted
+            assert (box.state, box.loss) == ("unhealthy", "tainted")
+            for refused in (box.exec("true"), box.spawn("true"), box.shell(), box.files.read("x"), box.snapshot()):
+                with pytest.raises(SandboxLost) as caught:
+                    await refused
+                assert caught.value.details["reason"] == "tainted"
+            await box.restart()
+            assert not box.info.tainted
+            assert (await box.exec("true")).ok
+
+    simulate(scenario)
+
+
+def test_an_engine_that_is_away_stops_no_work() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        box = await Sandbox.create(backend=backend)
+        backend.engine_down()
+        assert (await box.exec("echo on")).stdout == "on\n"
+        for impossible in (box.pause, box.snapshot, box.logs, lambda: Sandbox.create(backend=backend)):
+            with pytest.raises(EngineUnavailable):
+                await impossible()
+        assert (await box.exec("echo on")).stdout == "on\n"
+        with pytest.raises(EngineUnavailable):
+            await box.close()
+        assert box.state == "stopping"
+        backend.engine_up()
+        await box.close()
+        assert box.state == "removed"
+
+    simulate(scenario)
+
+
+def test_a_pause_that_hangs_is_taken_back() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box:
+            backend.inject(Fault("pause", "hang"))
+            with pytest.raises(EngineUnavailable):
+                await box.pause()
+            assert box.state == "ready"
+            task = asyncio.ensure_future(box.pause())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await box.exec("echo on")).ok
+            await box.pause()
+            with pytest.raises(InvalidTransition):
+                await box.exec("true")
+
+    simulate(scenario)
+
+
+def test_an_error_in_the_body_is_not_hidden_by_the_engine() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        box = await Sandbox.create(backend=backend)
+
+        async def use() -> None:
+            async with box:
+                backend.engine_down()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await use()
+        backend.engine_up()
+        await box.close()
+
+    simulate(scenario)
+
+
+def test_the_time_to_live_ends_also_while_the_engine_is_away() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        box = await Sandbox.create(backend=backend, ttl=100)
+        task = asyncio.ensure_future(box.exec("sleep 1000", timeout=2000))
+        await asyncio.sleep(50)
+        backend.engine_down()
+        await asyncio.sleep(60)
+        with pytest.raises(SandboxLost):
+            await task
+        with pytest.raises(LeaseExpired):
+            await box.exec("true")
+        assert box.id in backend.boxes
+        backend.engine_up()
+        await asyncio.sleep(100)
+        assert backend.boxes == {}
+        assert [item.cause for item in box.history if item.after == "stopping"] == ["time to live ended"]
+
+    simulate(scenario)
+
+
+def test_extending_races_with_the_end() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        for late in (99.0, 99.999, 100.0, 100.001, 101.0):
+            box = await Sandbox.create(backend=backend, ttl=100)
+            born = now()
+            await asyncio.sleep(born + late - now())
+            try:
+                await box.extend(100)
+            except (LeaseExpired, SandboxLost):
+                await asyncio.sleep(1)
+                assert backend.boxes == {}
+            else:
+                await asyncio.sleep(99)
+                assert (await box.exec("true")).ok
+                await asyncio.sleep(2)
+                assert backend.boxes == {}
+
+    simulate(scenario)
+
+
+def test_closing_while_it_restarts() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        for delay in (0.0, 0.05, 0.1, 0.2, 0.3):
+            for writable in (False, True):
+                box = await Sandbox.create(backend=backend, readonly_root=not writable)
+                task = asyncio.ensure_future(box.reset())
+                await asyncio.sleep(delay)
+                await box.close()
+                await asyncio.wait({task})
+                assert task.cancelled() or task.exception() is None or isinstance(task.exception(), SandboxError)
+                assert (box.state, backend.boxes) == ("removed", {})
+
+    simulate(scenario)
+
+
+def test_a_restart_that_fails_can_be_tried_again() -> None:
+    async def scenario(backend: FakeBackend) -> None:
+        async with await Sandbox.create(backend=backend) as box:
+            backend.inject(Fault("restart", "fail"))
+            with pytest.raises(StartTimeout):
+                await box.restart()
+            assert box.state == "unhealthy"
+            with pytest.raises(SandboxLost):
+                await box.exec("true")
+            await box.restart()
+            assert (await box.exec("true")).ok
+
+    simulate(scenario)
+
+
+def test_back_ends_by_name_are_shared_and_closed() -> None:
+    async def main() -> None:
+        one = await Sandbox.create(backend="fake")
+        two = await Sandbox.create(backend="fake")
+        assert one.backend is two.backend
+        async with await one.fork() as child:
+            assert child.backend is one.backend
+        await one.close()
+        assert (await two.exec("true")).ok
+        await two.close()
+        three = await Sandbox.create(backend="fake")
+        assert three.backend is not one.backend
+        await three.close()
+
+    virtual_time.run(main(), limit=1000)
+
+
+async def _trouble(backend: FakeBackend, rng: random.Random, boxes: list[Sandbox]) -> None:
+    """Break something at random."""
+    present = list(backend.boxes)
+    if not present:
+        return
+    id = rng.choice(present)
+    acts: list[Callable[[], object]] = [
+        lambda: backend.die(id),
+        lambda: backend.oom(id),
+        lambda: backend.cut(id),
+        lambda: backend.forget(id),
+        lambda: backend.freeze(id),
+        lambda: backend.mute(id),
+        lambda: backend.slow(id, rng.uniform(0, 3)),
+        lambda: backend.engine_down(kill=rng.random() < 0.5),
+        backend.engine_up,
+        lambda: backend.inject(Fault("*", rng.choice(["fail", "slow", "hang", "die"]), seconds=rng.uniform(0, 2))),
+    ]
+    rng.choice(acts)()
+    await asyncio.sleep(rng.uniform(0, 1))
+
+
+async def _do_something(box: Sandbox, rng: random.Random) -> None:
+    work: Callable[[], Coroutine[Any, Any, object]] = rng.choice(
+        [
+            lambda: box.exec("sleep 0.5; echo x", timeout=rng.choice([0.2, 5])),
+            lambda: box.files.write("x", "1"),
+            lambda: box.restart(),
+            lambda: box.pause(),
+            lambda: box.resume(),
+            lambda: box.extend(20),
+        ]
+    )
+    await work()
+
+
+async def _use(backend: FakeBackend, rng: random.Random, boxes: list[Sandbox]) -> None:
+    """One user: whatever happens, only typed errors."""
+    for _ in range(6):
+        try:
+            box = await Sandbox.create(backend=backend, ttl=rng.choice([5, 50, None]))
+        except SandboxError:
+            await asyncio.sleep(1)
+            continue
+        boxes.append(box)
+        for _ in range(4):
+            try:
+                await asyncio.wait_for(_do_something(box, rng), rng.choice([0.1, 1, 1000]))
+            except (AgentkitError, asyncio.TimeoutError):
+                await asyncio.sleep(rng.uniform(0, 1))
+
+
+def chaos(seed: int) -> list[tuple[float, str]]:
+    """Users and trouble at once; returns what reached the back end."""
+
+    async def main() -> list[tuple[float, str]]:
+        rng = random.Random(seed)
+        backend = FakeBackend(seed)
+        await backend.start()
+        boxes: list[Sandbox] = []
+        users = [asyncio.ensure_future(_use(backend, random.Random(rng.random()), boxes)) for _ in range(3)]
+        while not all(user.done() for user in users):
+            await _trouble(backend, rng, boxes)
+            await asyncio.sleep(rng.uniform(0, 2))
+        for user in users:
+            user.result()
+        backend.engine_up()
+        for fault in backend.script.faults:
+            fault.times = 0
+        for box in boxes:
+            # One that was on its way while the engine hung ends as that does; the next finds the engine well.
+            with contextlib.suppress(EngineUnavailable):
+                await box.close()
+            await box.close()
+            assert box.state == "removed"
+        assert backend.boxes == {}
+        return [(call.time, call.op) for call in backend.calls]
+
+    return virtual_time.run(main(), limit=100_000)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_chaos_leaves_nothing_and_raises_only_what_is_promised(first: int) -> None:
+    for seed in range(first, first + 10):
+        chaos(seed)
+
+
+def test_the_same_seed_takes_the_same_course() -> None:
+    assert chaos(3) == chaos(3)
+
+
+@pytest.mark.slow
+def test_chaos_of_a_thousand_seeds() -> None:
+    for seed in range(1000):
+        chaos(seed)

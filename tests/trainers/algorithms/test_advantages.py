@@ -1,0 +1,302 @@
+"""Every estimator against a slow one written from the formula over episodes, and against garbage where masked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentkit.config import AlgorithmConfig
+from agentkit.errors import LearnerError
+from agentkit.trainers.algorithms.advantages import ESTIMATORS, estimate, zero_signal_groups
+from agentkit.trainers.batch import flatten
+from agentkit.types import Group, Trajectory, Turn
+
+FEW = settings(max_examples=20, deadline=None)
+SEEDS = st.integers(0, 2**32 - 1)
+DISCOUNTS = st.sampled_from([1.0, 0.9, 0.5])
+
+
+def configured(**settings: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(settings)
+
+
+def values_for(batch, seed, critics=2):
+    return np.random.default_rng(seed).normal(size=(critics, batch.num_tokens)).astype(np.float32)
+
+
+def per_episode(groups, formula):
+    """``formula(returns of the group, index)`` for every episode, repeated over its action tokens."""
+    expected = []
+    for group in groups:
+        returns = [trajectory.reward for trajectory in group.members]
+        for index, trajectory in enumerate(group.members):
+            expected += [formula(returns, index)] * trajectory.num_action_tokens
+    return np.array(expected)
+
+
+def whitened(x):
+    mean = sum(x) / len(x)
+    variance = sum((value - mean) ** 2 for value in x) / len(x)
+    return np.array([(value - mean) / (variance + 1e-8) ** 0.5 for value in x])
+
+
+def token_rewards(trajectory):
+    rewards = []
+    for turn in trajectory.turns:
+        rewards += [0.0] * (len(turn.action_ids) - 1) + [turn.reward]
+    return rewards
+
+
+def grpo(returns, index):
+    if len(returns) == 1:
+        return 0.0
+    mean = sum(returns) / len(returns)
+    std = (sum((r - mean) ** 2 for r in returns) / (len(returns) - 1)) ** 0.5
+    return (returns[index] - mean) / (std + 1e-6)
+
+
+def dr_grpo(returns, index):
+    return returns[index] - sum(returns) / len(returns)
+
+
+def rloo(returns, index):
+    others = returns[:index] + returns[index + 1 :]
+    return returns[index] - sum(others) / len(others) if others else 0.0
+
+
+def slow_reinforce(groups, gamma):
+    expected = []
+    for group in groups:
+        for trajectory in group.members:
+            for k, turn in enumerate(trajectory.turns):
+                to_go = sum(gamma ** (j - k) * trajectory.turns[j].reward for j in range(k, len(trajectory.turns)))
+                expected += [to_go] * len(turn.action_ids)
+    return np.array(expected)
+
+
+def slow_gigpo(groups, gamma):
+    """GRPO plus, turn by turn, GRPO's formula over all turns of the group that begin with the same observation."""
+    expected = []
+    for group in groups:
+        turns = [
+            (member, k, sum(gamma ** (j - k) * later.reward for j, later in enumerate(trajectory.turns) if j >= k))
+            for member, trajectory in enumerate(group.members)
+            for k in range(len(trajectory.turns))
+        ]
+        observed = [group.members[member].turns[k].prompt_ids.tolist() for member, k, _ in turns]
+        returns = [trajectory.reward for trajectory in group.members]
+        for index, (member, k, _) in enumerate(turns):
+            peers = [i for i in range(len(turns)) if observed[i] == observed[index]]
+            step = grpo([turns[i][2] for i in peers], peers.index(index))
+            expected += [grpo(returns, member) + step] * len(group.members[member].turns[k].action_ids)
+    return np.array(expected)
+
+
+def slow_token_returns(groups, gamma):
+    expected = []
+    for group in groups:
+        for trajectory in group.members:
+            rewards = token_rewards(trajectory)
+            expected += [
+                sum(gamma ** (j - t) * rewards[j] for j in range(t, len(rewards))) for t in range(len(rewards))
+            ]
+    return np.array(expected)
+
+
+def slow_gae(groups, values, gamma, lam):
+    """Advantages and returns over the compressed sequence of action tokens, by the explicit sum of deltas."""
+    advantages, returns, start = [], [], 0
+    mean = values.astype(np.float64).mean(axis=0)
+    for group in groups:
+        for trajectory in group.members:
+            states, position = [], start
+            for turn in trajectory.turns:
+                position += len(turn.prompt_ids)
+                states += [mean[position + offset - 1] for offset in range(len(turn.action_ids))]
+                position += len(turn.action_ids)
+            end = position + (len(trajectory.final_ids) if trajectory.outcome == "truncated" else 0)
+            after = mean[end - 1] if trajectory.outcome == "truncated" else 0.0
+            rewards, following = token_rewards(trajectory), [*states[1:], after]
+            deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, states, strict=True)]
+            for t in range(len(deltas)):
+                advantage = sum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas)))
+                advantages.append(advantage)
+                returns.append(advantage + states[t])
+            start = end
+    return np.array(advantages), np.array(returns)
+
+
+@pytest.mark.parametrize(("name", "formula"), [("grpo", grpo), ("dr_grpo", dr_grpo), ("rloo", rloo)])
+@FEW
+@given(seed=SEEDS)
+def test_group_baselines(make_groups, name, formula, seed):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    result = estimate(batch, values_for(batch, seed, 0), configured(advantage=name))
+    np.testing.assert_allclose(result.advantages[batch.mask], per_episode(groups, formula), rtol=1e-4, atol=1e-5)
+    expected_returns = per_episode(groups, lambda returns, index: returns[index])
+    np.testing.assert_allclose(result.returns[batch.mask], expected_returns, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(seed=SEEDS, gamma=DISCOUNTS)
+def test_reinforce_discounts_by_turn(make_groups, seed, gamma):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    result = estimate(batch, values_for(batch, seed, 0), configured(advantage="reinforce", gamma=gamma))
+    expected = slow_reinforce(groups, gamma)
+    np.testing.assert_allclose(result.advantages[batch.mask], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.returns[batch.mask], expected, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(seed=SEEDS, gamma=DISCOUNTS, states=st.integers(1, 4))
+def test_gigpo_compares_turns_taken_in_the_same_state(make_groups, seed, gamma, states):
+    groups = make_groups(seed)
+    rng = np.random.default_rng(seed)
+    for group in groups:
+        for turn in (turn for trajectory in group.members for turn in trajectory.turns):
+            turn.prompt_ids = np.full(3, rng.integers(states), np.int32)
+    batch = flatten(groups)
+    result = estimate(batch, values_for(batch, seed, 0), configured(advantage="gigpo", gamma=gamma))
+    np.testing.assert_allclose(result.advantages[batch.mask], slow_gigpo(groups, gamma), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result.returns[batch.mask], slow_reinforce(groups, gamma), rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(seed=SEEDS, gamma=DISCOUNTS)
+def test_reinforce_pp_discounts_by_token_and_whitens(make_groups, seed, gamma):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    result = estimate(batch, values_for(batch, seed, 0), configured(advantage="reinforce_pp", gamma=gamma))
+    expected = slow_token_returns(groups, gamma)
+    np.testing.assert_allclose(result.returns[batch.mask], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.advantages[batch.mask], whitened(expected), rtol=1e-3, atol=1e-3)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_reinforce_pp_baseline(make_groups, seed):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    config = configured(advantage="reinforce_pp_baseline")
+    result = estimate(batch, values_for(batch, seed, 0), config)
+    expected = whitened(per_episode(groups, dr_grpo))
+    np.testing.assert_allclose(result.advantages[batch.mask], expected, rtol=1e-3, atol=1e-3)
+
+
+@FEW
+@given(seed=SEEDS, gamma=DISCOUNTS, lam=st.sampled_from([1.0, 0.95, 0.0]), critics=st.integers(1, 3))
+def test_gae_skips_observations_and_bootstraps(make_groups, seed, gamma, lam, critics):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    values = values_for(batch, seed, critics)
+    result = estimate(batch, values, configured(advantage="gae", gamma=gamma, lam=lam))
+    advantages, returns = slow_gae(groups, values, gamma, lam)
+    np.testing.assert_allclose(result.returns[batch.mask], returns, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result.advantages[batch.mask], whitened(advantages), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@FEW
+@given(seed=SEEDS, garbage=st.sampled_from([np.nan, np.inf, -1e30]))
+def test_garbage_where_masked_changes_nothing(make_groups, name, seed, garbage):
+    batch = flatten(make_groups(seed))
+    values, config = values_for(batch, seed), configured(advantage=name, gamma=0.9, lam=0.95)
+    clean = estimate(batch, values, config)
+
+    used = np.zeros(batch.num_tokens, bool)
+    used[np.flatnonzero(batch.mask) - 1] = True  # the states in which an action token was chosen
+    used[batch.cu_seqlens[1:][batch.truncated] - 1] = True  # the states on which truncated episodes bootstrap
+    dirty_batch = replace(
+        batch,
+        rewards=np.where(batch.mask, batch.rewards, garbage).astype(np.float32),
+        logprobs=np.where(batch.mask, batch.logprobs, garbage).astype(np.float32),
+        # To GiGPO an observation is the name of a state; to the others no token is anything.
+        tokens=batch.tokens if name == "gigpo" else np.where(batch.mask, batch.tokens, 49).astype(np.int32),
+    )
+    dirty = estimate(dirty_batch, np.where(used, values, garbage).astype(np.float32), config)
+    for expected, actual in zip(clean, dirty, strict=True):
+        assert np.array_equal(expected, actual)
+        assert actual.dtype == np.float32
+        assert not actual[~batch.mask].any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+@FEW
+@given(seed=SEEDS, reward=st.floats(-5, 5, width=32))
+def test_equal_returns_give_exactly_zero(make_groups, name, seed, reward):
+    groups = make_groups(seed)
+    for group in groups:
+        for trajectory in group.members:
+            for turn in trajectory.turns:
+                turn.reward = 0.0
+            trajectory.turns[-1].reward = reward
+    batch = flatten(groups)
+    assert zero_signal_groups(batch).tolist() == sorted(group.group_id for group in groups)
+    assert not estimate(batch, values_for(batch, seed, 0), configured(advantage=name)).advantages.any()
+
+
+def test_only_groups_without_spread_are_zero_signal():
+    def member(group_id, index, reward):
+        ids = np.array([1], np.int32)
+        turn = Turn(ids, ids, np.zeros(1, np.float32), ((0, 1),), reward=reward)
+        return Trajectory(group_id, index, "test", 0, 0, [turn])
+
+    rewards = {4: [1.0, 1.0], 5: [1.0, 0.9], 6: [0.3]}
+    groups = [Group(g, 0, 0, [member(g, i, r) for i, r in enumerate(of)]) for g, of in rewards.items()]
+    assert zero_signal_groups(flatten(groups)).tolist() == [4, 6]
+
+
+def test_gae_by_hand():
+    """Two turns; V(state of the second turn) is read at its observation's end, and the end is worth nothing."""
+    turns = [
+        Turn(np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), ((0, 1),), reward=1.0),
+        Turn(np.array([3, 4], np.int32), np.array([5], np.int32), np.zeros(1, np.float32), ((0, 1),), reward=2.0),
+    ]
+    batch = flatten([Group(0, 0, 0, [Trajectory(0, 0, "test", 0, 0, turns)])])
+    values = np.array([[10.0, 99.0, 99.0, 20.0, 99.0]], np.float32)
+    result = estimate(batch, values, configured(advantage="gae", gamma=0.5, lam=0.5))
+    second = 2.0 - 20.0
+    first = 1.0 + 0.5 * 20.0 - 10.0 + 0.25 * second
+    assert result.returns[batch.mask].tolist() == [first + 10.0, second + 20.0]
+
+
+def test_gae_without_critic_says_what_to_do(make_groups):
+    batch = flatten(make_groups(0))
+    with pytest.raises(LearnerError, match="add a critic section"):
+        estimate(batch, values_for(batch, 0, 0), configured(advantage="gae"))
+
+
+@FEW
+@given(seed=SEEDS)
+def test_advantages_are_clipped(make_groups, seed):
+    batch = flatten(make_groups(seed))
+    config = configured(advantage="reinforce")
+    free = estimate(batch, values_for(batch, seed, 0), config).advantages
+    clipped = estimate(batch, values_for(batch, seed, 0), config.model_copy(update={"advantage_clip": 0.4})).advantages
+    np.testing.assert_array_equal(clipped, np.clip(free, -0.4, 0.4))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@FEW
+@given(seed=SEEDS)
+def test_order_of_groups_does_not_matter(make_groups, name, seed):
+    groups = make_groups(seed)
+    batch, backwards = flatten(groups), flatten(groups[::-1])
+    config = configured(advantage=name)
+
+    def by_episode(batch):
+        values = np.stack([batch.tokens / 7, batch.tokens / 5]).astype(np.float32)
+        advantages = estimate(batch, values, config).advantages
+        parts = np.split(advantages, batch.cu_seqlens[1:-1])
+        keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
+        return dict(zip(keys, parts, strict=True))
+
+    expected, actual = by_episode(batch), by_episode(backwards)
+    for key, part in expected.items():
+        np.testing.assert_allclose(actual[key], part, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,91 @@
+"""Answers read back as they were written, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentkit.trainers.rollout.parser import ActionParser, Answer
+
+INVALID = Answer((), valid=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "actions"),
+    [
+        ("<answer>Right</answer>", ("Right",)),
+        ("<answer> Right || Down </answer>", ("Right", "Down")),
+        ("I see a hole.\n<answer>Left</answer> as I said", ("Left",)),
+        ("<answer>Left</answer> no: <answer>Up</answer>", ("Up",)),
+        ("<think><answer>Left</think><answer>Up</answer>", ("Up",)),
+        ("<answer>search[red || shoes]</answer>", ("search[red", "shoes]")),
+        ("<answer>a\nb</answer>", ("a\nb",)),
+    ],
+)
+def test_tagged(text: str, actions: tuple[str, ...]) -> None:
+    assert ActionParser("tagged", 2).parse(text) == Answer(actions, valid=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Right",
+        "<answer></answer>",
+        "<answer> </answer>",
+        "<answer>Right",
+        "Right</answer>",
+        "</answer>Right<answer>",
+        "<answer>Up</answer><answer>Right",
+        "<answer>Right ||</answer>",
+        "<answer>|| Right</answer>",
+        "<answer>a || b || c</answer>",
+        "<ANSWER>Right</ANSWER>",
+    ],
+)
+def test_invalid_format(text: str) -> None:
+    assert ActionParser("tagged", 2).parse(text) == INVALID
+
+
+def test_plain_takes_the_whole_text_as_one_action() -> None:
+    parser = ActionParser("plain", 5)
+    assert parser.actions_per_turn == 1
+    assert parser.parse(" go || north \n") == Answer(("go || north",), valid=True)
+    assert parser.parse("  ") == INVALID
+    assert parser.format(["look at <answer>"]) == "look at <answer>"
+
+
+@given(st.lists(st.text(), max_size=5), st.sampled_from(["tagged", "plain"]), st.integers(1, 4))
+def test_what_format_writes_parse_reads(actions: list[str], kind, most: int) -> None:
+    parser = ActionParser(kind, most)
+    try:
+        text = parser.format(actions)
+    except ValueError:
+        return
+    assert parser.parse("reasoning " * (kind == "tagged") + text) == Answer(tuple(actions), valid=True)
+
+
+@given(st.lists(st.text("abc xyz", min_size=1).map(str.strip).filter(bool), min_size=1, max_size=4))
+def test_ordinary_actions_always_have_a_form(actions: list[str]) -> None:
+    parser = ActionParser("tagged", 4)
+    assert parser.parse(parser.format(actions)).actions == tuple(actions)
+
+
+@pytest.mark.parametrize("actions", [[], ["a", "b", "c"], [""], [" a"], ["a || b"], ["</answer>"], ["<answer>"]])
+def test_actions_without_a_form_are_refused(actions: list[str]) -> None:
+    with pytest.raises(ValueError, match="reads back"):
+        ActionParser("tagged", 2).format(actions)
+
+
+@given(st.text())
+def test_no_text_breaks_it(text: str) -> None:
+    for parser in (ActionParser("tagged", 3), ActionParser("plain")):
+        answer = parser.parse(text)
+        assert answer.valid == bool(answer.actions)
+        assert len(answer.actions) <= parser.actions_per_turn
+
+
+def test_instructions_show_the_form_that_it_reads() -> None:
+    for parser in (ActionParser("tagged"), ActionParser("tagged", 3)):
+        assert parser.parse(parser.instructions).valid

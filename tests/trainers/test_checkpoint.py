@@ -1,0 +1,92 @@
+"""A checkpoint is complete or not there, at whichever file operation the process dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentkit.errors import CheckpointError
+from agentkit.trainers import checkpoint
+
+KEEP = 2
+
+
+class Killed(BaseException):
+    """Not an ``Exception``: nobody may handle a kill."""
+
+
+def save(directory: Path, step: int) -> None:
+    partial = checkpoint.begin(directory, step)
+    for part in ("learner", "model"):
+        (partial / part).mkdir()
+        (partial / part / "weights").write_text(f"{part} {step}")
+    checkpoint.commit(partial, step, rollout={"step": step}, state={"step": step}, keep=KEEP)
+
+
+def check(directory: Path, steps: list[int]) -> None:
+    """All that is found is whole, and the newest is one of ``steps``."""
+    found = checkpoint.list_checkpoints(directory)
+    assert found[-1].step in steps
+    for one in found:
+        assert one.state["step"] == one.step == one.rollout_state()["step"]
+        assert (one.model / "weights").read_text() == f"model {one.step}"
+        assert (one.learner / "weights").read_text() == f"learner {one.step}"
+
+
+def kill_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Die before the ``number``-th operation that changes the file system; returns how many were asked for."""
+    count = 0
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count >= number:
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("unlink", "rmdir", "rename", "replace", "mkdir", "symlink", "fsync"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    return lambda: count
+
+
+def test_a_kill_at_any_operation_leaves_a_whole_checkpoint_and_tidying_finishes_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "before").mkdir()
+    for step in (1, 2):
+        save(tmp_path / "before" / "checkpoints", step)
+    number, done = 0, False
+    while not done:
+        number += 1
+        run = tmp_path / f"kill-{number}"
+        shutil.copytree(tmp_path / "before", run, symlinks=True)
+        with monkeypatch.context() as patch:
+            asked = kill_at(number, patch)
+            try:
+                save(run / "checkpoints", 3)
+                done = True
+            except Killed:
+                pass
+        check(run / "checkpoints", [3] if done else [2, 3])
+        checkpoint.tidy(run / "checkpoints", KEEP)
+        check(run / "checkpoints", [3] if done else [2, 3])
+        newest = checkpoint.list_checkpoints(run / "checkpoints")[-1]
+        assert len(os.listdir(run / "checkpoints")) == KEEP
+        assert (run / "model").resolve() == newest.model.resolve()
+        assert done or asked() == number
+    assert number > 15, "the kills did not cover the work"
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 1)
+    (tmp_path / "checkpoints" / "step-000001" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.list_checkpoints(tmp_path / "checkpoints")

@@ -1,0 +1,225 @@
+"""Whole runs with every real part, small enough for seconds: what a run promises, whatever its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import agentkit
+from agentkit.config import RunConfig
+from agentkit.envs.base import TextEnv
+from agentkit.errors import CheckpointError, ConfigError, EnvFailureBudgetExceeded
+from agentkit.records import iterate_trajectories
+from agentkit.run_directory import RunDirectory
+from agentkit.trainers import controller
+from agentkit.trainers.models.load import load_policy
+from agentkit.types import Trajectory
+
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "env": {"id": "FrozenLake-v1", "kwargs": {"size": 2}, "max_turns": 2, "actions_per_turn": 1},
+    "engine": {"max_context": 256, "max_batch": 8},
+    "rollout": {"groups": 2, "group_size": 2, "max_tokens": 6},
+    "evaluation": {"episodes": 2},
+}
+
+
+class Watcher:
+    """A view that writes down what it is told, and may act on it."""
+
+    def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.on_step = on_step
+
+    def stage(self, name: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.append(dict(metrics))
+        self.on_step(step)
+
+    def message(self, text: str) -> None: ...
+
+
+def small(directory: Path, **changes: Any) -> RunConfig:
+    """``SMALL`` with ``changes``: a section is merged, anything else replaced."""
+    merged = {
+        key: {**SMALL[key], **value} if isinstance(SMALL.get(key), dict) else value for key, value in changes.items()
+    }
+    return RunConfig.model_validate({**SMALL, **merged, "dir": directory})
+
+
+async def go(
+    config: RunConfig, *, resume: bool = False, stop_after: int | None = None
+) -> tuple[controller.RunSummary, Watcher]:
+    stop = asyncio.Event()
+    watcher = Watcher(lambda step: stop.set() if step == stop_after else None)
+    directory = RunDirectory.resume(config.dir, config) if resume else RunDirectory.create(config)
+    try:
+        return await controller.run(config, directory, resume=resume, view=watcher, stop=stop), watcher
+    finally:
+        directory.release()
+
+
+def episodes(directory: Path, ending: str | None = None) -> list[Trajectory]:
+    return [trajectory for _, trajectory in iterate_trajectories(directory / "episodes.sqlite", ending=ending)]
+
+
+def tokens(trajectory: Trajectory) -> tuple[Any, ...]:
+    """All that an episode's record says of tokens, for comparison bit by bit."""
+    return (
+        trajectory.group_id,
+        trajectory.member,
+        trajectory.reward,
+        *(
+            (turn.prompt_ids.tolist(), turn.action_ids.tolist(), turn.action_logprobs.tobytes())
+            for turn in trajectory.turns
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rollout": {"async_ratio": 1.0, "extra_groups": 1, "extra_members": 1}},
+        {"rollout": {"async_ratio": 0.5, "in_flight": "continue"}, "gate": {"policy": "drop"}},
+        {"rollout": {"dynamic_sampling": True}, "learner": {"minibatches": 2, "epochs": 2}},
+        {"algorithm": {"advantage": "gae"}, "critic": {}},
+    ],
+    ids=["sync", "async-redundant", "drop-continue", "dynamic-sampling", "critic"],
+)
+async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = small(tmp_path / "run", **changes)
+    summary, watcher = await go(config)
+    assert summary.finished
+    assert summary.steps == config.steps == len(watcher.metrics)
+    for metrics in watcher.metrics:
+        assert metrics["staleness/max"] <= np.ceil(config.rollout.async_ratio)
+        assert np.isfinite(metrics["policy/loss"])
+    played = Counter((t.group_id, t.member, t.attempt) for t in episodes(config.dir))
+    assert set(played.values()) == {1}, "an episode has two endings"
+    trained = episodes(config.dir, "trained")
+    assert len(trained) == config.steps * config.rollout.groups * config.rollout.group_size
+    per_group = Counter(trajectory.group_id for trajectory in trained)
+    assert set(per_group.values()) == {config.rollout.group_size}
+    lines = [json.loads(line) for line in (config.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "policy/loss" in line] == [1, 2]
+
+
+async def test_recorded_logprobs_are_those_of_the_model_that_sampled(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", steps=1)
+    await go(config)
+    model = load_policy(config.model, config.seed)
+    for trajectory in episodes(config.dir, "trained"):
+        ids = np.concatenate([part for turn in trajectory.turns for part in (turn.prompt_ids, turn.action_ids)])
+        recorded = np.concatenate([turn.action_logprobs for turn in trajectory.turns])
+        lengths = [(len(turn.prompt_ids), len(turn.action_ids)) for turn in trajectory.turns]
+        chosen = np.concatenate([np.arange(prompt + action) >= prompt for prompt, action in lengths])
+        with torch.inference_mode():
+            logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0, :-1].log_softmax(-1)
+        scored = logits[torch.arange(len(ids) - 1), torch.tensor(ids[1:].astype(np.int64))].numpy()
+        np.testing.assert_allclose(scored[chosen[1:]], recorded, atol=2e-4)
+
+
+async def test_deterministic_runs_are_equal_bit_for_bit_and_sharing_weights_changes_nothing(tmp_path: Path) -> None:
+    variants: list[dict[str, Any]] = [{}, {}, {"engine": {"share_weights": True}}]
+    results = []
+    for number, variant in enumerate(variants):
+        config = small(tmp_path / str(number), deterministic=True, **variant)
+        await go(config)
+        weights = next((config.dir / "model").glob("*.safetensors")).read_bytes()
+        results.append((sorted(map(tokens, episodes(config.dir, "trained"))), weights))
+    assert results[0] == results[1] == results[2]
+    config = small(tmp_path / "other", deterministic=True, seed=1)
+    await go(config)
+    assert sorted(map(tokens, episodes(config.dir, "trained"))) != results[0][0]
+
+
+async def test_a_stop_leaves_a_checkpoint_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    whole, parts = small(tmp_path / "whole", deterministic=True), small(tmp_path / "parts", deterministic=True)
+    await go(whole)
+    summary, _ = await go(parts, stop_after=1)
+    assert (summary.finished, summary.steps) == (False, 1)
+    summary, watcher = await go(parts, resume=True)
+    assert summary.finished
+    assert (summary.steps, len(watcher.metrics)) == (2, 1)
+    assert sorted(map(tokens, episodes(parts.dir, "trained"))) == sorted(map(tokens, episodes(whole.dir, "trained")))
+    final = [next((config.dir / "model").glob("*.safetensors")).read_bytes() for config in (whole, parts)]
+    assert final[0] == final[1]
+
+
+async def test_there_is_nothing_to_resume_without_a_checkpoint(tmp_path: Path) -> None:
+    config = small(tmp_path / "run")
+    RunDirectory.create(config).release()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        await go(config, resume=True)
+
+
+async def test_imitation_teaches_the_experts_words(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run", steps=0, imitation={"episodes": 256, "batch_episodes": 16, "lr": 3e-3}, env={"num_tasks": 8}
+    )
+    summary, _ = await go(config)
+    assert summary.demonstrated_success == 1.0
+    losses = [json.loads(line) for line in (config.dir / "metrics.jsonl").read_text().splitlines()]
+    imitation = [line["imitation/loss"] for line in losses if "imitation/loss" in line]
+    assert len(imitation) == 16
+    assert imitation[-1] < 0.5 * imitation[0]
+
+
+class Fragile(TextEnv):
+    """One step to success; every third environment that is made breaks."""
+
+    instructions = "Say anything."
+    max_turns = 1
+    concurrency = "inline"
+    made = itertools.count()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        if next(self.made) % 3 == 0:
+            raise RuntimeError("broken on arrival")
+        return "go", {"success": False, "action_valid": True}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "done", 1.0, True, False, {"success": True, "action_valid": True}
+
+
+class Hopeless(Fragile):
+    """Never comes up."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        raise RuntimeError("never works")
+
+
+async def test_broken_environments_are_replaced_and_counted_but_never_scored(tmp_path: Path) -> None:
+    agentkit.register("Fragile-v0", Fragile)
+    config = small(tmp_path / "run", env={"id": "Fragile-v0", "kwargs": {}, "parser": "plain"})
+    summary, watcher = await go(config)
+    assert summary.success_after == 1.0
+    assert sum(metrics["env/failures"] for metrics in watcher.metrics) > 0
+    assert all(metrics["rollout/success"] == 1.0 for metrics in watcher.metrics)
+    assert all("broken on arrival" in trajectory.reason for trajectory in episodes(config.dir, "voided"))
+
+
+async def test_an_environment_that_never_works_stops_the_run_with_its_own_error(tmp_path: Path) -> None:
+    agentkit.register("Hopeless-v0", Hopeless)
+    config = small(tmp_path / "run", env={"id": "Hopeless-v0", "kwargs": {}, "parser": "plain"})
+    with pytest.raises(EnvFailureBudgetExceeded, match="never works"):
+        await go(config)
+
+
+async def test_imitating_an_environment_without_expert_is_refused(tmp_path: Path) -> None:
+    agentkit.register("Fragile-v0", Fragile)
+    config = small(tmp_path / "run", env={"id": "Fragile-v0", "kwargs": {}}, imitation={})
+    with pytest.raises(ConfigError, match="has none"):
+        await go(config)

@@ -1,0 +1,269 @@
+"""Advantage estimators: pure functions over one whole global batch, before it is sharded over ranks.
+
+Invariant: only action tokens carry rewards, advantages and returns. What a batch holds at masked positions (rewards,
+values, ids) changes nothing, and group baselines of equal returns are exactly zero, not merely small.
+
+Shapes: a batch has ``N`` tokens in ``S`` sequences; ``values`` is ``[M, N]``, ``values[m, i]`` being critic ``m``'s
+value of the state *after* token ``i`` (so the state in which token ``t`` was chosen has the value at ``t - 1``).
+Formulas and sources: ``docs/algorithms.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentkit.config import AlgorithmConfig
+from agentkit.errors import LearnerError
+from agentkit.trainers.batch import Batch
+from agentkit.types import FloatArray
+
+Double = NDArray[np.float64]
+
+STD_EPSILON = 1e-6
+"""Added to a group's standard deviation in GRPO."""
+WHITEN_EPSILON = 1e-8
+"""Added to the variance when advantages are whitened over the batch."""
+
+
+class Estimate(NamedTuple):
+    """What an estimator returns, all float32 ``[N]`` and zero at masked positions."""
+
+    advantages: FloatArray
+    returns: FloatArray
+    """Targets of the critics: the return from the state in which the token was chosen."""
+    policy_weight: FloatArray
+    """Factor of each token's policy loss; 0 takes it out (denominators still count it)."""
+    entropy_weight: FloatArray
+    """Factor of each token's entropy bonus."""
+
+
+Estimator = Callable[[Batch, FloatArray, AlgorithmConfig], Estimate]
+
+
+def estimate(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """Run the configured estimator and clip its advantages to ``±config.advantage_clip``.
+
+    ``values`` is float32 ``[M, N]`` with ``M`` critics, possibly 0.
+    """
+    result = ESTIMATORS[config.advantage](batch, values, config)
+    if config.advantage_clip is not None:
+        clipped = np.clip(result.advantages, -config.advantage_clip, config.advantage_clip)
+        result = result._replace(advantages=clipped)
+    return result
+
+
+def zero_signal_groups(batch: Batch) -> NDArray[np.int64]:
+    """Ids of the groups whose members all earned the same return: group baselines learn nothing from them."""
+    spread = _deviations(episode_returns(batch), batch.group_ids)
+    varied = np.unique(batch.group_ids[spread != 0])
+    return np.setdiff1d(np.unique(batch.group_ids), varied)
+
+
+def episode_returns(batch: Batch) -> Double:
+    """Undiscounted return of each sequence, ``[S]``."""
+    rewards = _masked(batch, batch.rewards)
+    return np.bincount(batch.sequence_ids, weights=rewards, minlength=batch.num_sequences).astype(np.float64)
+
+
+def reinforce(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """Return to go, discounted once a turn: ``G_k = r_k + gamma * G_{k+1}``, the same for all tokens of turn ``k``."""
+    turns = _turn_index(batch)
+    to_go = _turn_returns(batch, turns, config.gamma)
+    return _finish(batch, to_go[turns], to_go[turns])
+
+
+def gigpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``A_episode + A_turn`` (GiGPO, arXiv:2505.10978, eqs. 4 to 8, w = 1): credit for single turns without a critic.
+
+    ``A_episode`` is GRPO's advantage. ``A_turn`` compares the discounted return to go of a turn (as in ``reinforce``)
+    with those of all turns of the same group that were taken in the same state, and is scaled like GRPO's; a state
+    met once gives 0. States are equal if the observations' tokens are.
+    """
+    episode = grpo(batch, values, config)
+    turns = _turn_index(batch)
+    to_go = _turn_returns(batch, turns, config.gamma)
+    advantage = _standardised(to_go, _anchors(batch, turns))[turns]
+    return _finish(batch, episode.advantages + advantage, to_go[turns])
+
+
+def grpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``(R - mean_G) / (std_G + 1e-6)`` with the unbiased standard deviation, the same for all tokens of an episode."""
+    returns = episode_returns(batch)
+    return _per_episode(batch, _standardised(returns, batch.group_ids), returns)
+
+
+def dr_grpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``R - mean_G``: without GRPO's division, which favours tasks that are nearly solved or nearly hopeless."""
+    returns = episode_returns(batch)
+    return _per_episode(batch, _deviations(returns, batch.group_ids), returns)
+
+
+def rloo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``R - mean of the others' R``, which is ``n / (n - 1) * (R - mean_G)``."""
+    returns = episode_returns(batch)
+    _, group, size = _groups(batch.group_ids)
+    scale = size / np.maximum(size - 1, 1)
+    return _per_episode(batch, scale[group] * _deviations(returns, batch.group_ids), returns)
+
+
+def reinforce_pp(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """Return to go, discounted once an action token, whitened over all action tokens of the batch."""
+    dense = _Dense(batch)
+    rewards = dense.gather(batch.rewards)
+    to_go = np.zeros_like(rewards)
+    following = np.zeros(batch.num_sequences)
+    for t in range(dense.width - 1, -1, -1):
+        following = np.where(dense.valid[:, t], rewards[:, t] + config.gamma * following, following)
+        to_go[:, t] = following
+    returns = dense.scatter(to_go)
+    return _finish(batch, _whiten(returns, batch.mask), returns)
+
+
+def reinforce_pp_baseline(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``R - mean_G`` for every token, then whitened over all action tokens of the batch."""
+    returns = episode_returns(batch)
+    per_token = _deviations(returns, batch.group_ids)[batch.sequence_ids]
+    return _finish(batch, _whiten(per_token, batch.mask), returns[batch.sequence_ids])
+
+
+def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """Generalised advantage estimation over action tokens alone, whitened over the batch.
+
+    Observation tokens are no transitions: from the last token of an action, the next state is the one in which the
+    next action's first token is chosen. A terminated episode ends in a state of value 0, a truncated one in the state
+    after its last token (``final_ids`` included). Several critics are averaged.
+    """
+    if len(values) == 0:
+        raise LearnerError("the gae advantage needs the values of at least one critic: add a critic section")
+    value = values.astype(np.float64).mean(axis=0)
+    dense = _Dense(batch)
+    rewards, state_values = dense.gather(batch.rewards), dense.gather(np.roll(value, 1))
+
+    ends = np.maximum(batch.cu_seqlens[1:] - 1, 0)
+    # np.where rather than a product: what a terminated episode's last position holds may be anything.
+    next_value = np.where(batch.truncated, value[ends], 0.0)
+    advantage = np.zeros(batch.num_sequences)
+    advantages = np.zeros_like(rewards)
+    for t in range(dense.width - 1, -1, -1):
+        delta = rewards[:, t] + config.gamma * next_value - state_values[:, t]
+        advantage = np.where(dense.valid[:, t], delta + config.gamma * config.lam * advantage, advantage)
+        next_value = np.where(dense.valid[:, t], state_values[:, t], next_value)
+        advantages[:, t] = advantage
+    return _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(advantages + state_values))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "reinforce": reinforce,
+    "gigpo": gigpo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": gae,
+}
+
+
+class _Dense:
+    """The action tokens alone, as a matrix ``[S, width]``: row = sequence, column = how many actions came before."""
+
+    def __init__(self, batch: Batch):
+        self.positions = np.flatnonzero(batch.mask)
+        self.rows = batch.sequence_ids[self.positions]
+        counts = batch.action_counts
+        self.columns = np.arange(len(self.positions)) - (np.cumsum(counts) - counts)[self.rows]
+        self.num_tokens = batch.num_tokens
+        self.width = int(counts.max(initial=0))
+        self.valid = np.arange(self.width) < counts[:, None]
+
+    def gather(self, per_token: np.ndarray) -> Double:
+        dense = np.zeros(self.valid.shape)
+        dense[self.rows, self.columns] = per_token[self.positions]
+        return dense
+
+    def scatter(self, dense: Double) -> Double:
+        per_token = np.zeros(self.num_tokens)
+        per_token[self.positions] = dense[self.rows, self.columns]
+        return per_token
+
+
+def _masked(batch: Batch, per_token: np.ndarray) -> Double:
+    return np.where(batch.mask, per_token, 0.0).astype(np.float64)
+
+
+def _turn_index(batch: Batch) -> NDArray[np.int64]:
+    """Number the turns of all sequences consecutively; ``[N]``."""
+    key = np.stack([batch.sequence_ids, batch.turn_ids])
+    return np.concatenate([[0], np.cumsum((key[:, 1:] != key[:, :-1]).any(axis=0))]).astype(np.int64)
+
+
+def _turn_returns(batch: Batch, turns: NDArray[np.int64], gamma: float) -> Double:
+    """``G_k = r_k + gamma * G_{k+1}`` for each turn of all sequences, numbered as ``turns`` numbers them."""
+    rewards = np.bincount(turns, weights=_masked(batch, batch.rewards))
+    sequence_of_turn = np.zeros(len(rewards), np.int64)
+    sequence_of_turn[turns] = batch.sequence_ids
+    to_go, following, sequence = np.zeros(len(rewards)), 0.0, -1
+    for k in range(len(rewards) - 1, -1, -1):
+        following = rewards[k] + (gamma * following if sequence_of_turn[k] == sequence else 0.0)
+        to_go[k], sequence = following, sequence_of_turn[k]
+    return to_go
+
+
+def _anchors(batch: Batch, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A number for each turn, equal for two turns of one group whose observations are token for token the same."""
+    seen: dict[tuple[int, bytes], int] = {}
+    anchors = np.zeros(turns[-1] + 1, np.int64)
+    bounds = np.flatnonzero(np.diff(turns, prepend=-1, append=turns[-1] + 1))
+    for turn, (start, end) in enumerate(pairwise(bounds)):
+        observation = batch.tokens[start:end][~batch.mask[start:end]]
+        key = (int(batch.group_ids[batch.sequence_ids[start]]), observation.tobytes())
+        anchors[turn] = seen.setdefault(key, len(seen))
+    return anchors
+
+
+def _groups(group_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """First item of each group, the group index of each item, and the size of each group."""
+    _, first, group, size = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
+    return first, group, size
+
+
+def _deviations(returns: Double, group_ids: NDArray[np.int64]) -> Double:
+    """``R - mean_G`` for each item; exactly 0 throughout a group of equal returns (or of one member)."""
+    first, group, size = _groups(group_ids)
+    from_first = returns - returns[first][group]
+    return from_first - (np.bincount(group, weights=from_first) / size)[group]
+
+
+def _standardised(returns: Double, group_ids: NDArray[np.int64]) -> Double:
+    """``(R - mean_G) / (std_G + 1e-6)`` with the unbiased standard deviation."""
+    deviations = _deviations(returns, group_ids)
+    _, group, size = _groups(group_ids)
+    variance = np.bincount(group, weights=deviations**2) / np.maximum(size - 1, 1)
+    return deviations / (np.sqrt(variance)[group] + STD_EPSILON)
+
+
+def _whiten(per_token: Double, mask: NDArray[np.bool_]) -> Double:
+    """Zero mean and unit (population) variance over the action tokens of the whole batch."""
+    kept = per_token[mask]
+    if not len(kept):
+        return per_token
+    kept = kept - kept[0]
+    whitened = np.zeros_like(per_token)
+    whitened[mask] = (kept - kept.mean()) / np.sqrt(kept.var() + WHITEN_EPSILON)
+    return whitened
+
+
+def _per_episode(batch: Batch, advantages: Double, returns: Double) -> Estimate:
+    return _finish(batch, advantages[batch.sequence_ids], returns[batch.sequence_ids])
+
+
+def _finish(batch: Batch, advantages: Double, returns: Double) -> Estimate:
+    weight = batch.mask.astype(np.float32)
+    return Estimate(
+        _masked(batch, advantages).astype(np.float32), _masked(batch, returns).astype(np.float32), weight, weight
+    )

@@ -1,0 +1,151 @@
+"""Complete groups become one flat batch: the only form in which episodes reach the learner.
+
+Invariant: ``tokens`` of a sequence is the concatenation of its turns' ``prompt_ids`` and ``action_ids`` (and then of
+``final_ids``), unpadded and in order, and ``mask`` is True for the action ids alone. Everything else per token is
+meaningful only where ``mask`` is True; what stands elsewhere must change nothing.
+
+This module imports numpy alone: a batch travels to the learner's process or ranks as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentkit.errors import LearnerError
+from agentkit.types import FloatArray, Group, IntArray, Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``S`` episodes with ``N`` tokens in all; sequence ``i`` is the slice ``cu_seqlens[i]:cu_seqlens[i + 1]``."""
+
+    tokens: IntArray
+    """int32 ``[N]``."""
+    cu_seqlens: NDArray[np.int64]
+    """Cumulative lengths, int64 ``[S + 1]``, from 0 to ``N``."""
+    mask: NDArray[np.bool_]
+    """bool ``[N]``: True where the policy chose the token."""
+    logprobs: FloatArray
+    """float32 ``[N]``: of the behaviour policy, as the engine recorded them; 0 where ``mask`` is False."""
+    rewards: FloatArray
+    """float32 ``[N]``: a turn's reward stands on its last action token."""
+    turn_ids: IntArray
+    """int32 ``[N]``: index of the turn within its episode; ``final_ids`` count as one turn more."""
+    versions: IntArray
+    """int32 ``[N]``: the policy version that produced the token; -1 where ``mask`` is False."""
+    group_ids: NDArray[np.int64]
+    """int64 ``[S]``."""
+    members: NDArray[np.int64]
+    """int64 ``[S]``: index of the episode within its group."""
+    truncated: NDArray[np.bool_]
+    """bool ``[S]``: the episode was cut off, so that its last state still has a value."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, int64 ``[S]``."""
+        return np.diff(self.cu_seqlens)
+
+    @cached_property
+    def sequence_ids(self) -> NDArray[np.int64]:
+        """Which sequence each token belongs to, int64 ``[N]``."""
+        return np.repeat(np.arange(self.num_sequences), self.lengths)
+
+    @cached_property
+    def action_counts(self) -> NDArray[np.int64]:
+        """Action tokens of each sequence, int64 ``[S]``."""
+        return np.bincount(self.sequence_ids, weights=self.mask, minlength=self.num_sequences).astype(np.int64)
+
+
+def flatten(groups: Sequence[Group]) -> Batch:
+    """Lay the groups' members out one after another, in the order given.
+
+    Raises ``LearnerError`` for what cannot be trained on: no episode at all, a voided episode, an episode whose first
+    token is an action (it has no state), records of unequal lengths, a reward that is not finite or that no action
+    token of its episode can carry.
+    """
+    episodes = [trajectory for group in groups for trajectory in group.members]
+    if not episodes:
+        raise LearnerError("a batch without episodes: pass at least one group that has members")
+    parts = [_columns(trajectory) for trajectory in episodes]
+    lengths = [len(part[0]) for part in parts]
+    tokens, mask, logprobs, rewards, turn_ids, versions = (
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    )
+    return Batch(
+        tokens=tokens,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        mask=mask,
+        logprobs=logprobs,
+        rewards=rewards,
+        turn_ids=turn_ids,
+        versions=versions,
+        group_ids=np.array([trajectory.group_id for trajectory in episodes], np.int64),
+        members=np.array([trajectory.member for trajectory in episodes], np.int64),
+        truncated=np.array([trajectory.outcome == "truncated" for trajectory in episodes], np.bool_),
+    )
+
+
+def _columns(trajectory: Trajectory) -> tuple[np.ndarray, ...]:
+    """Per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions."""
+    where = f"episode {trajectory.group_id}/{trajectory.member}"
+    if trajectory.outcome == "voided":
+        raise LearnerError(f"{where} is voided ({trajectory.reason}): it must be left out before a batch is built")
+    pieces: list[tuple[IntArray, bool, int]] = []
+    for index, turn in enumerate(trajectory.turns):
+        _check_turn(turn.action_ids, turn.action_logprobs, turn.versions, f"{where}, turn {index}")
+        pieces += [(turn.prompt_ids, False, index), (turn.action_ids, True, index)]
+    if trajectory.outcome == "truncated":
+        pieces.append((trajectory.final_ids, False, len(trajectory.turns)))
+
+    sizes = [len(ids) for ids, _, _ in pieces]
+    tokens = np.concatenate([ids for ids, _, _ in pieces] or [np.empty(0, np.int32)]).astype(np.int32)
+    mask = np.repeat(np.array([is_action for _, is_action, _ in pieces], np.bool_), sizes)
+    turn_ids = np.repeat(np.array([index for _, _, index in pieces], np.int32), sizes)
+    if mask[:1].any():
+        raise LearnerError(f"{where} begins with an action token: the first turn needs prompt_ids to act on")
+
+    logprobs = np.zeros(len(tokens), np.float32)
+    versions = np.full(len(tokens), -1, np.int32)
+    if mask.any():
+        logprobs[mask] = np.concatenate([turn.action_logprobs for turn in trajectory.turns])
+        versions[mask] = np.concatenate(
+            [np.repeat(version, count) for turn in trajectory.turns for version, count in turn.versions]
+        )
+    return tokens, mask, logprobs, _rewards(trajectory, mask, turn_ids, where), turn_ids, versions
+
+
+def _check_turn(ids: IntArray, logprobs: FloatArray, versions: Sequence[tuple[int, int]], where: str) -> None:
+    counted = sum(count for _, count in versions)
+    if not len(ids) == len(logprobs) == counted:
+        raise LearnerError(
+            f"{where}: {len(ids)} action ids, {len(logprobs)} log-probabilities and versions for {counted} tokens; "
+            "the engine must record one of each for every token"
+        )
+
+
+def _rewards(trajectory: Trajectory, mask: np.ndarray, turn_ids: np.ndarray, where: str) -> FloatArray:
+    """Each turn's reward on its last action token; a turn that produced none adds to the last one before it."""
+    rewards = np.zeros(len(mask), np.float64)
+    for index, turn in enumerate(trajectory.turns):
+        if not np.isfinite(turn.reward):
+            raise LearnerError(f"{where}, turn {index}: the reward {turn.reward} is not finite; void such episodes")
+        if turn.reward == 0:
+            continue
+        carriers = np.flatnonzero(mask & (turn_ids <= index))
+        if not len(carriers):
+            raise LearnerError(f"{where}, turn {index}: reward {turn.reward} but no action token that could carry it")
+        rewards[carriers[-1]] += turn.reward
+    return rewards.astype(np.float32)

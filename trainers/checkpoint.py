@@ -1,0 +1,130 @@
+"""Checkpoints: directories that are either complete or not there.
+
+Invariant: a checkpoint holds everything from which the run goes on — weights, optimiser, scheduler, random states, the
+gate, finished but unused groups, and the cursor of the tasks — as it was at one instant between two training steps. It
+is written beside its final name, synced, and renamed, so that a kill at any moment leaves the former one in place.
+
+Layout of ``checkpoints/step-000010/``: ``learner/`` (the learner's own files), ``model/`` (a Hugging Face directory),
+``rollout.bin`` (the rollout loop's state) and ``state.json`` (the controller's, and the format's version).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentkit.errors import CheckpointError
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk: ``step`` training steps are behind it."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    """The controller's own counters."""
+
+    @property
+    def learner(self) -> Path:
+        return self.path / "learner"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def rollout_state(self) -> dict[str, Any]:
+        """The rollout loop's state. It is a pickle: load checkpoints of people whom you trust."""
+        return pickle.loads((self.path / "rollout.bin").read_bytes())
+
+
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """All complete checkpoints under ``directory``, oldest first."""
+    found = []
+    for path in directory.glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(_read(path, int(match.group(1))))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _read(path: Path, step: int) -> Checkpoint:
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: state.json cannot be read ({error}); remove the directory to resume from an older one"
+        ) from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state.get('format')}, this version of agentkit reads {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    return Checkpoint(path, step, state)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """A fresh directory beside the final name, for the learner to write ``learner/`` and ``model/`` into."""
+    partial = directory / f"partial-{step:06d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Checkpoint:
+    """Complete ``partial`` into ``step-NNNNNN``, then ``tidy``."""
+    (partial / "rollout.bin").write_bytes(pickle.dumps(dict(rollout), protocol=5))
+    (partial / "state.json").write_text(json.dumps({**state, "format": FORMAT}, indent=2))
+    for folder, _, files in os.walk(partial):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+    final = partial.parent / f"step-{step:06d}"
+    if not final.exists():  # The same step again, as when a resumed run stops at once, has nothing new to say.
+        partial.rename(final)
+        _sync(final.parent)
+    tidy(final.parent, keep)
+    return _read(final, step)
+
+
+def tidy(directory: Path, keep: int) -> None:
+    """Remove what is half-written, and all but the newest ``keep`` checkpoints; finishes what a kill interrupted.
+
+    Also points ``../model`` at the newest exported model, so that a run directory can be used wherever a model path
+    can.
+    """
+    for partial in directory.glob("partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+    found = list_checkpoints(directory)
+    if found:
+        _point(directory.parent / "model", Path(directory.name) / found[-1].path.name / "model")
+    for old in found[:-keep]:
+        # What is being removed must not look like a checkpoint any more.
+        shutil.rmtree(old.path.rename(directory / f"partial-{old.step:06d}"), ignore_errors=True)
+
+
+def _point(link: Path, target: Path) -> None:
+    fresh = link.with_name(link.name + ".new")
+    with contextlib.suppress(FileNotFoundError):
+        fresh.unlink()
+    fresh.symlink_to(target)
+    fresh.replace(link)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

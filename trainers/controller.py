@@ -1,0 +1,257 @@
+"""One run, from configuration to trained model: imitation, then rollout beside training, with weights in between.
+
+Invariant: between two training steps there is one instant at which everything is consistent — the learner has stepped,
+its weights are served, the gate knows — and only there are checkpoints taken and stops obeyed. The version served is
+the number of finished training steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentkit.config import RunConfig
+from agentkit.errors import CheckpointError
+from agentkit.run_directory import RunDirectory
+from agentkit.store import Recorder
+from agentkit.trackers import open_trackers
+from agentkit.trainers import checkpoint, imitation
+from agentkit.trainers.batch import flatten
+from agentkit.trainers.inference.base import EngineStats
+from agentkit.trainers.roles import Roles, start_roles
+from agentkit.trainers.rollout.evaluation import EvalResult, evaluate
+from agentkit.trainers.rollout.loop import RolloutLoop
+
+
+class View(Protocol):
+    """Whoever watches a run: the live view of a terminal, plain lines, or nobody."""
+
+    def stage(self, name: str) -> None:
+        """A new part of the run begins."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A training step has ended with these metrics."""
+        ...
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended. Success rates are of evaluation tasks, before and after reinforcement learning."""
+
+    directory: Path
+    steps: int
+    """Training steps that are behind the run, those of former sessions included."""
+    finished: bool
+    """False when it was asked to stop before its last step."""
+    success_before: float | None
+    success_after: float | None
+    demonstrated_success: float | None
+    """Of the episodes that were imitated; None without imitation."""
+    duration_s: float
+
+
+async def run(
+    config: RunConfig, directory: RunDirectory, *, resume: bool, view: View, stop: asyncio.Event
+) -> RunSummary:
+    """Do the run of ``config`` in ``directory``, from the start or, with ``resume``, from its last checkpoint.
+
+    ``stop`` ends it at the next consistent instant, with a checkpoint. Raises ``CheckpointError`` when there is nothing
+    to resume, and whatever error of the roles or the environments ends the run; everything is stopped by then.
+    """
+    found = checkpoint.list_checkpoints(directory.checkpoints)
+    checkpoint.tidy(directory.checkpoints, config.checkpoint.keep)
+    for leftover in directory.weights.iterdir():  # What a killed process was writing; it is published anew anyway.
+        leftover.unlink()
+    if resume and not found:
+        raise CheckpointError(
+            f"{directory.path} has no checkpoint to resume from: remove it and run its configuration again"
+        )
+    view.stage("starting")
+    with Recorder(directory, open_trackers(config, directory)) as recorder:
+        recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
+        try:
+            async with start_roles(config, directory.weights / "policy.safetensors") as roles:
+                summary = await _Run(config, directory, recorder, view, stop, roles).go(found[-1] if resume else None)
+        except BaseException as error:
+            recorder.event("failed", error=type(error).__name__, text=str(error))
+            raise
+        recorder.event("end", steps=summary.steps, finished=summary.finished)
+    return summary
+
+
+class _Run:
+    """The state of one ``run``: its parts, and the counters that a checkpoint keeps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        recorder: Recorder,
+        view: View,
+        stop: asyncio.Event,
+        roles: Roles,
+    ) -> None:
+        self.config, self.directory, self.recorder, self.view, self.stop = config, directory, recorder, view, stop
+        self.roles = roles
+        self.step = 0
+        self.success_before: float | None = None
+        self.success_after: float | None = None
+        self.demonstrated_success: float | None = None
+        self.loop = RolloutLoop(config, roles.engine, roles.renderer, roles.parser, on_episode=self._record_episode)
+        self.snapshot = self.loop.state()
+        """The rollout loop as it was when ``step`` ended."""
+        self.saved_step = -1
+        self.started = time.monotonic()
+
+    async def go(self, resumed: checkpoint.Checkpoint | None) -> RunSummary:
+        if resumed:
+            await self._restore(resumed)
+        else:
+            await self.roles.publish(0)
+            if self.config.imitation:
+                self.view.stage("imitation")
+                self.demonstrated_success = await imitation.imitate(
+                    self.config, self.roles, self.recorder, self.view, self.stop
+                )
+        if not self.stop.is_set():
+            if self.success_before is None:
+                self.success_before = (await self._evaluate()).success
+            await self._train()
+        return RunSummary(
+            directory=self.directory.path,
+            steps=self.step,
+            finished=not self.stop.is_set(),
+            success_before=self.success_before,
+            success_after=self.success_after,
+            demonstrated_success=self.demonstrated_success,
+            duration_s=time.monotonic() - self.started,
+        )
+
+    async def _train(self) -> None:
+        """Training steps until the last one, or until somebody asks to stop; a checkpoint at the end either way."""
+        self.view.stage("training")
+        if self.saved_step < 0:  # So that a kill in the first steps does not cost the imitation.
+            await self._save()
+        await self.loop.start()
+        try:
+            while self.step < self.config.steps and await self._one_step():
+                every = self.config.evaluation.every
+                if every and self.step % every == 0 and self.step < self.config.steps:
+                    await self._evaluate()
+                every = self.config.checkpoint.every
+                if every and self.step % every == 0:
+                    await self._save()
+        finally:
+            await self.loop.close()
+        if not self.stop.is_set():
+            changed = self.config.steps > 0
+            self.success_after = (await self._evaluate()).success if changed else self.success_before
+        await self._save()
+
+    async def _one_step(self) -> bool:
+        """Consume one batch and publish its weights. False when a stop came first; the batch is then untouched."""
+        began, before = time.monotonic(), await self.roles.engine.stats()
+        groups = await self._unless_stopped(self.loop.next_batch())
+        if groups is None:
+            return False
+        got = time.monotonic()
+        metrics = await self.roles.train(flatten(groups), self.step)
+        trained = time.monotonic()
+        await self.loop.publish(self.roles.weights, self.step + 1)
+        ended = time.monotonic()
+        # One instant: what ends from here on is recorded under the step after this one, and is not in the snapshot.
+        self.step += 1
+        self.snapshot = self.loop.state()
+        metrics |= self.loop.metrics()
+        metrics |= _engine_metrics(before, await self.roles.engine.stats(), ended - began)
+        metrics |= {
+            "time/wait": got - began,
+            "time/train": trained - got,
+            "time/publish": ended - trained,
+            "time/step": ended - began,
+            "learner/idle_share": (got - began) / (ended - began),
+        }
+        self.recorder.metrics(self.step, metrics)
+        self.view.step(self.step, metrics)
+        return True
+
+    async def _unless_stopped(self, work: Any) -> Any:
+        """The result of ``work``, or None when a stop is asked for first; ``work`` is then cancelled."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return await working if working.done() else None
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    async def _evaluate(self) -> EvalResult:
+        self.view.stage("evaluation")
+        settings, roles = self.config.evaluation, self.roles
+        env = self.config.env.model_copy(update={"kwargs": {**self.config.env.kwargs, **settings.kwargs}})
+        result = await evaluate(
+            self.config.model_copy(update={"env": env}),
+            roles.engine,
+            roles.renderer,
+            roles.parser,
+            range(settings.first_seed, settings.first_seed + settings.episodes),
+            temperature=settings.temperature,
+        )
+        metrics = {
+            "eval/success": result.success,
+            "eval/return_mean": result.return_mean,
+            "eval/turns_mean": result.turns_mean,
+        }
+        self.recorder.metrics(self.step, metrics)
+        self.view.message(f"step {self.step}: success {result.success:.1%} on {result.episodes} evaluation episodes")
+        self.view.stage("training")
+        return result
+
+    async def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        partial = checkpoint.begin(self.directory.checkpoints, self.step)
+        await self.roles.learner.save(partial / "learner")
+        await self.roles.learner.export(partial / "model")
+        await asyncio.to_thread(self.recorder.flush)
+        state = {
+            "step": self.step,
+            "success_before": self.success_before,
+            "demonstrated_success": self.demonstrated_success,
+        }
+        await asyncio.to_thread(
+            checkpoint.commit, partial, self.step, rollout=self.snapshot, state=state, keep=self.config.checkpoint.keep
+        )
+        self.saved_step = self.step
+
+    async def _restore(self, found: checkpoint.Checkpoint) -> None:
+        await self.roles.learner.load(found.learner)
+        self.step = self.saved_step = found.step
+        self.success_before = found.state["success_before"]
+        self.demonstrated_success = found.state["demonstrated_success"]
+        self.recorder.rollback(found.step)
+        await self.roles.publish(found.step)
+        self.snapshot = found.rollout_state()
+        self.loop.restore(self.snapshot)
+        self.view.message(f"resumed after step {found.step}")
+
+    def _record_episode(self, trajectory: Any, ending: str, reason: str) -> None:
+        self.recorder.episode(self.step + 1, trajectory, ending, reason)
+
+
+def _engine_metrics(before: EngineStats, after: EngineStats, seconds: float) -> dict[str, float]:
+    prompt = after.prefilled_tokens - before.prefilled_tokens
+    reused = after.reused_tokens - before.reused_tokens
+    return {
+        "engine/busy_share": (after.busy_s - before.busy_s) / seconds,
+        "engine/tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
+        "engine/reused_share": reused / (prompt + reused) if prompt + reused else 0.0,
+    }

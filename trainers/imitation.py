@@ -1,0 +1,166 @@
+"""Behaviour cloning: expert episodes become the same token records that rollouts make, and the learner fits them.
+
+Invariant: an expert's turn is tokenised by the renderer and the parser that the rollout loop uses, so that the policy
+is taught exactly the form in which it will be asked and read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentkit.config import EnvConfig, ImitationConfig, RunConfig
+from agentkit.envs.base import expert_actions
+from agentkit.errors import ConfigError
+from agentkit.store import Recorder
+from agentkit.trainers.batch import flatten
+from agentkit.trainers.roles import Roles
+from agentkit.trainers.rollout.episode import system_message
+from agentkit.trainers.rollout.evaluation import evaluate
+from agentkit.trainers.rollout.hosts import EnvSource
+from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.types import Group, Trajectory, Turn
+
+WARMUP_UPDATES = 10
+"""Updates in which the learning rate rises linearly: a fresh model's first gradients point nowhere in particular."""
+
+
+class Messages(Protocol):
+    """Whoever is told how imitation goes."""
+
+    def message(self, text: str) -> None: ...
+
+
+async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Messages, stop: asyncio.Event) -> float:
+    """Fit ``config.imitation.episodes`` expert episodes; on return the engine serves the weights that came of it.
+
+    Returns the success rate of these episodes. Ends early when ``stop`` is set, or when the policy's success on other
+    training tasks reaches ``stop_success`` times that. Raises ``ConfigError`` if there is no expert.
+    """
+    settings = config.imitation
+    assert settings is not None
+    episodes = await asyncio.to_thread(
+        expert_episodes, config.env, roles.renderer, roles.parser, settings, config.engine.max_context
+    )
+    demonstrated_success = float(np.mean([episode.success for episode in episodes]))
+    noise = f" with {settings.noise:.0%} random actions" if settings.noise else ""
+    view.message(
+        f"imitation: {len(episodes)} episodes of the expert{noise}, which succeeds in {demonstrated_success:.1%}"
+    )
+    order = np.random.default_rng(config.seed)
+    updates, success = 0, None
+    for _ in range(settings.epochs):
+        shuffled = [episodes[index] for index in order.permutation(len(episodes))]
+        for start in range(0, len(shuffled), settings.batch_episodes):
+            batch = flatten([_alone(episode) for episode in shuffled[start : start + settings.batch_episodes]])
+            rate = settings.lr * min(1.0, (updates + 1) / WARMUP_UPDATES)
+            metrics = await roles.learner.imitate(batch, rate)
+            updates += 1
+            if updates % settings.check_every == 0 and settings.stop_success is not None:
+                success = await _check(config, roles)
+                view.message(f"imitation: {updates} updates, success {success:.1%} on training tasks")
+                metrics["imitation/success"] = success
+            recorder.metrics(0, {"imitation/updates": updates, **metrics})
+            enough = success is not None and success >= (settings.stop_success or 1.0) * demonstrated_success
+            if enough or stop.is_set():
+                await roles.publish(0)
+                return demonstrated_success
+    await roles.publish(0)
+    return demonstrated_success
+
+
+def expert_episodes(
+    config: EnvConfig, renderer: ChatRenderer, parser: ActionParser, settings: ImitationConfig, max_context: int
+) -> list[Trajectory]:
+    """The expert's episodes on the first ``settings.episodes`` training tasks, one action a turn.
+
+    With ``settings.noise``, each action is with that probability one at random out of those that the environment lists;
+    it is carried out and demonstrated like any other.
+
+    Each is cut off like any other episode at the environment's turns or ``max_context`` tokens. Their log-probabilities
+    are zero: no policy sampled them, and imitation does not read them. Raises ``ConfigError`` if there is no expert, or
+    with noise no list of actions.
+    """
+    source = EnvSource.of(config)
+    if not source.has_expert:
+        raise ConfigError(
+            f"imitation needs an expert, and {source.id} has none: give its class an `expert()` method that yields "
+            "solving actions, or drop the imitation section"
+        )
+    demonstrate = _Demonstrator(source, renderer, parser, settings.noise, max_context)
+    cycle = config.num_tasks or settings.episodes
+    try:
+        return [demonstrate(config.first_seed + k % cycle) for k in range(settings.episodes)]
+    finally:
+        demonstrate.env.close()
+
+
+class _Demonstrator:
+    """Plays an environment's expert, and writes down what a policy would have to say to play so."""
+
+    def __init__(
+        self, source: EnvSource, renderer: ChatRenderer, parser: ActionParser, noise: float, max_context: int
+    ) -> None:
+        self.source, self.renderer, self.parser = source, renderer, parser
+        self.noise, self.max_context = noise, max_context
+        self.system = system_message(source.instructions, parser)
+        self.env = source.make()
+
+    def __call__(self, seed: int) -> Trajectory:
+        observation, info = self.env.reset(seed=seed)
+        trajectory = Trajectory(group_id=seed, member=0, env_id=self.source.id, seed=seed, version_started=0)
+        prompt_ids, tokens = self.renderer.first(self.system, observation), 0
+        rng = np.random.default_rng(seed)
+        plan = expert_actions(self.env)
+        while (action := next(plan, None)) is not None:
+            if self.noise and rng.random() < self.noise:
+                action = str(rng.choice(self._listed(info)))
+                plan = expert_actions(self.env)  # what was planned for the action not taken is worth nothing now
+            answer = self.parser.format([action])
+            action_ids = self.renderer.encode_answer(answer)
+            tokens += len(prompt_ids) + len(action_ids)
+            if tokens > self.max_context or len(trajectory.turns) == self.source.max_turns:
+                break
+            turn = Turn(
+                prompt_ids=prompt_ids,
+                action_ids=action_ids,
+                action_logprobs=np.zeros(len(action_ids), np.float32),
+                versions=((0, len(action_ids)),),
+                observation=observation,
+                response=answer,
+                actions=(action,),
+            )
+            observation, turn.reward, terminated, truncated, info = self.env.step(action)
+            trajectory.turns.append(turn)
+            if terminated or truncated:
+                break
+            prompt_ids = self.renderer.next(observation, closed=True)
+        trajectory.success = bool(info["success"])
+        return trajectory
+
+    def _listed(self, info: dict[str, Any]) -> list[str]:
+        if not info.get("admissible_actions"):
+            raise ConfigError(
+                f"imitation.noise={self.noise} draws random actions, and {self.source.id} lists none: put them into "
+                "info['admissible_actions'], or set imitation.noise=0"
+            )
+        return info["admissible_actions"]
+
+
+def _alone(episode: Trajectory) -> Group:
+    return Group(episode.group_id, episode.seed, 0, [episode])
+
+
+async def _check(config: RunConfig, roles: Roles) -> float:
+    """Success on training tasks that are not imitated, with the weights as they are now."""
+    settings = config.imitation
+    assert settings is not None
+    await roles.publish(0)
+    first = config.env.first_seed + settings.episodes
+    seeds = range(first, first + settings.check_episodes)
+    temperature = config.rollout.temperature
+    result = await evaluate(config, roles.engine, roles.renderer, roles.parser, seeds, temperature=temperature)
+    return result.success

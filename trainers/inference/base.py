@@ -1,0 +1,103 @@
+"""The inference engine's contract: token ids in, token ids with log-probabilities and policy versions out.
+
+Invariant: a ``Generation`` is exactly what the engine sampled. Re-scoring ``prompt_ids + ids`` under the weights of the
+recorded versions gives ``logprobs`` to float tolerance, over the full vocabulary at the sampling temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from agentkit.types import FinishReason, FloatArray, IntArray, VersionRuns
+
+PauseMode = Literal["abort", "keep"]
+"""What a pause does to requests in flight. ``abort``: they return at once with ``finish_reason="abort"`` (the rollout
+loop generates the turn again). ``keep``: they stay, and go on after ``resume`` with their cache recomputed under
+whatever weights are then loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one request. The defaults are those of training: the full distribution at temperature 1."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy decoding (log-probabilities are then those of temperature 1)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop_ids: tuple[int, ...] = ()
+    """Generation ends after one of these ids is sampled; the id is part of the result."""
+    stop_strings: tuple[str, ...] = ()
+    """Generation ends after the token that completes one of these strings; that token is part of the result."""
+    seed: int | None = None
+    """Makes the request's randomness its own: the same seed, prompt and weights give the same tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of one request: ``ids`` int32 ``[n]``, ``logprobs`` float32 ``[n]``, ``versions`` run-length."""
+
+    ids: IntArray
+    logprobs: FloatArray
+    versions: VersionRuns
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started; differences of two snapshots give rates."""
+
+    generated_tokens: int
+    prefilled_tokens: int
+    reused_tokens: int
+    """Prompt tokens that were found in a prefix cache of the current weights."""
+    busy_s: float
+    """Seconds in which at least one request was being computed."""
+    running: int
+    waiting: int
+
+
+class InferenceEngine(Protocol):
+    """What the rollout loop, the controller and the evaluation ask of an engine. All methods are coroutines."""
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises ``EngineError`` with the cause and the remedy."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, session: str) -> Generation:
+        """Sample a continuation of the whole ``prompt_ids`` (history included).
+
+        ``session`` names the episode, so that an engine can reuse the prefix of its former turns. Cancelling the call
+        frees its slot. Raises ``EngineError`` when the request cannot be served (prompt beyond the context, say).
+        """
+        ...
+
+    async def abort(self, session: str) -> None:
+        """End a session's request, if any, with ``finish_reason="abort"``, and forget its prefix cache. Idempotent."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. On return nothing is being computed and no request is admitted until ``resume``."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, path: Path, version: int) -> int:
+        """Load the weights file ``path`` (safetensors, names as in the model's state dict) as policy ``version``.
+
+        Call it while paused. Acknowledges by returning the version that is now served; every prefix cache of older
+        weights is gone by then.
+        """
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Stop everything the engine started. Idempotent."""
+        ...

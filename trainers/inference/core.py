@@ -1,0 +1,144 @@
+"""What the embedded engine does, one call at a time, on one thread: line up, step, pause, change weights.
+
+Invariant: every request that is submitted leaves through ``outbox`` exactly once, with a generation or an error, unless
+it is cancelled. No key or value computed under older weights is used after ``update``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentkit.errors import EngineError
+from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode
+from agentkit.trainers.inference.batch import RunningBatch
+from agentkit.trainers.inference.request import Request
+from agentkit.trainers.inference.sessions import SessionStore
+from agentkit.trainers.inference.weights import load_weights
+from agentkit.types import FinishReason
+
+
+class Core:
+    """The engine's state. Only ``stats`` may be called from another thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: RunningBatch,
+        store: SessionStore,
+        decoder: Callable[[], Callable[[Sequence[int]], str]],
+        *,
+        shared: bool,
+    ) -> None:
+        """``shared``: somebody else changes the weights of ``model`` in place, ``update`` only takes note.
+
+        ``decoder`` loads the tokenizer when the first request with stop strings comes.
+        """
+        self.outbox: list[tuple[Request, Generation | EngineError]] = []
+        self.failure: EngineError | None = None
+        self._model, self._batch, self._store, self._decoder, self._shared = model, batch, store, decoder, shared
+        self._waiting: deque[Request] = deque()
+        self._paused = False
+        self._version = 0
+        self._busy_s = 0.0
+
+    def has_work(self) -> bool:
+        return not self._paused and bool(self._batch.rows or self._waiting)
+
+    def step(self) -> None:
+        """Sample one token for every running request. An unexpected error fails all requests, now and from then on."""
+        begun = time.perf_counter()
+        try:
+            finished = self._batch.step(lambda: self._waiting.popleft() if self._waiting else None)
+        except Exception as error:
+            self.fail(
+                EngineError(f"the engine's forward pass failed ({type(error).__name__}: {error}); start it again")
+            )
+            return
+        finally:
+            self._busy_s += time.perf_counter() - begun
+        for ended in finished:
+            if ended.reason is None:
+                problem = f"the weights of version {self._version} give non-finite probabilities: lower learner.lr"
+                self.outbox.append((ended.request, EngineError(problem)))
+            else:
+                self._finish(ended.request, ended.reason)
+
+    def submit(self, request: Request) -> None:
+        if self.failure is not None:
+            self.outbox.append((request, self.failure))
+            return
+        if request.sampling.stop_strings:
+            try:
+                request.decode = self._decoder()
+            except Exception as error:
+                self.outbox.append((request, EngineError(f"stop strings need the model's tokenizer: {error}")))
+                return
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for the request any more: free its place."""
+        if not self._batch.remove(request, remember=False) and request in self._waiting:
+            self._waiting.remove(request)
+
+    def abort(self, session: str) -> None:
+        for request in [r for r in (*self._batch.rows, *self._waiting) if r.session == session]:
+            self.cancel(request)
+            self._finish(request, "abort")
+        self._store.forget(session)
+
+    def pause(self, mode: PauseMode) -> None:
+        self._check()
+        self._paused = True
+        if mode == "abort":
+            for request in [*self._batch.rows, *self._waiting]:
+                if not self._batch.remove(request, remember=True):
+                    self._waiting.remove(request)
+                self._finish(request, "abort")
+
+    def resume(self) -> None:
+        self._check()
+        self._paused = False
+
+    def update(self, path: Path, version: int) -> int:
+        self._check()
+        if not self._paused:
+            raise EngineError("update_weights was called while the engine samples: call pause first")
+        if not self._shared:
+            load_weights(self._model, path, version)
+        self._store.clear()
+        kept = self._batch.clear()
+        for request in kept:
+            request.close_run(self._version)
+        # Back to the head of the line, in order: joining again computes their keys under the new weights.
+        self._waiting.extendleft(reversed(kept))
+        self._version = version
+        return version
+
+    def fail(self, error: EngineError) -> None:
+        """Give every request the error, and from now on every call."""
+        self.failure = self.failure or error
+        self.outbox += [(request, self.failure) for request in (*self._batch.clear(), *self._waiting)]
+        self._waiting.clear()
+        self._store.clear()
+
+    def stats(self) -> EngineStats:
+        counters = self._batch.counters
+        return EngineStats(
+            generated_tokens=counters.generated,
+            prefilled_tokens=counters.prefilled,
+            reused_tokens=counters.reused,
+            busy_s=self._busy_s,
+            running=len(self._batch.rows),
+            waiting=len(self._waiting),
+        )
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.outbox.append((request, request.result(reason, self._version)))
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure

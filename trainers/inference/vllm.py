@@ -1,0 +1,398 @@
+"""The vLLM engine: the same promises as the embedded one, kept with vLLM's own scheduler, cache and weight transfer.
+
+Invariant: what this class returns is what vLLM's sampler drew. Every token's version is the label that vLLM attached
+to the step which sampled it; labels change only while generation is paused, and the KV cache is emptied with them. An
+engine whose weights are in doubt (a failed update) serves nothing any more.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from agentkit.config import EngineConfig, ModelConfig
+from agentkit.errors import EngineError
+from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
+from agentkit.trainers.inference.clock import BusyClock
+from agentkit.trainers.inference.manifest import checkpoint_shapes, read_manifest
+from agentkit.trainers.inference.sampling import check_sampling
+from agentkit.trainers.inference.vllm_launch import launch
+
+START_TIMEOUT = 1800.0
+"""Seconds for loading a model; vLLM's own limits are shorter in most places."""
+CONTROL_TIMEOUT = 600.0
+"""Seconds for a pause, a resume or one bucket of weights."""
+CLOSE_TIMEOUT = 30.0
+"""Seconds for vLLM's processes to end by themselves before they are killed."""
+ABORT_TIMEOUT = 60.0
+BUCKET_BYTES = 512 << 20
+"""Most bytes of weights that a worker holds besides the model while it loads them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One call of ``generate`` in flight."""
+
+    id: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VLLMEngine:
+    """An ``InferenceEngine`` over vLLM's ``AsyncLLM``. See ``agentkit.trainers.inference.base`` for its promises.
+
+    The scheduler and the model live in processes of vLLM's; this object is their front and needs a running event loop.
+    Greedy and truncated sampling (``top_p``, ``top_k``) report log-probs over the full vocabulary all the same.
+    ``deterministic``: one request at a time and no prefix reuse, so that a result depends on its own prompt, seed and
+    the weights alone.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, *, seed: int, deterministic: bool = False) -> None:
+        self._model = model
+        self._config = engine
+        self._seed = seed
+        self._deterministic = deterministic
+        self._llm: Any = None
+        self._built: Path | None = None  # the quickstart model, written for vLLM to load
+        self._served: dict[str, tuple[int, ...]] = {}  # the checkpoint's tensors, which every update must bring
+        self._active: dict[str, set[_Request]] = defaultdict(set)
+        self._ids = itertools.count()
+        self._paused = False
+        self._closed = False
+        self._unusable: str | None = "it is not started: await start()"
+        self._full_logprobs = False
+        self._vocabulary = 0
+        self._clock = BusyClock()
+        self._generated = self._prefilled = self._reused = 0
+
+    # Life cycle
+
+    async def start(self) -> None:
+        if self._llm is not None or self._closed:
+            raise EngineError("the engine was started before; make a new one")
+        path = await asyncio.to_thread(self._model_path)
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(
+                launch, path, self._model, self._config, seed=self._seed, deterministic=self._deterministic
+            )
+        )
+        try:
+            self._llm = await asyncio.wait_for(asyncio.shield(starting), START_TIMEOUT)
+            self._vocabulary = self._llm.model_config.get_vocab_size()
+            self._unusable = None
+        except BaseException as error:
+            # The thread cannot be interrupted: whatever it still starts is stopped as soon as it is there.
+            starting.add_done_callback(_shut_down_late)
+            await asyncio.to_thread(self._remove_built)
+            if isinstance(error, asyncio.TimeoutError):
+                raise EngineError(f"vLLM did not start within {START_TIMEOUT:.0f} s") from error
+            raise
+        try:
+            self._served = await asyncio.to_thread(lambda: checkpoint_shapes(_local(path)))
+            await asyncio.to_thread(self._remove_built)
+            await self._control(self._llm.update_weight_version("0"))
+            await self._control(self._llm.init_weight_transfer_engine(_init_request()))
+            self._full_logprobs = all(await self._control(self._llm.collective_rpc("agentkit_full_logprobs")))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        self._closed = True
+        self._unusable = "it was closed"
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(
+                    llm.abort([r.id for group in self._active.values() for r in group]), ABORT_TIMEOUT
+                )
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()
+            await asyncio.to_thread(_shut_down, llm)
+
+    def _model_path(self) -> str:
+        """Where vLLM finds the model: a directory, or a name that it looks up itself."""
+        from agentkit.trainers.models import build_quickstart, model_directory
+
+        if self._model.path == "quickstart":
+            self._built = Path(tempfile.mkdtemp(prefix="agentkit-vllm-"))
+            try:
+                return str(build_quickstart(self._built, self._seed))
+            except BaseException:
+                self._remove_built()
+                raise
+        directory = Path(self._model.path).expanduser()
+        if not directory.is_dir():
+            return self._model.path
+        found = model_directory(directory)
+        if found is None:
+            raise EngineError(
+                f"model.path={self._model.path!r} is a directory without a model (no config.json): name a Hugging Face "
+                "model directory, or a run that has saved a checkpoint"
+            )
+        return str(found)
+
+    def _remove_built(self) -> None:
+        if self._built is not None:
+            shutil.rmtree(self._built, ignore_errors=True)
+            self._built = None
+
+    # Generation
+
+    async def generate(self, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, session: str) -> Generation:
+        llm = self._serving()
+        prompt = np.asarray(prompt_ids, dtype=np.int64).tolist()
+        request = _Request(id=f"agentkit-{next(self._ids)}")
+        inputs, parameters = self._request(prompt, sampling)
+        self._active[session].add(request)
+        self._clock.enter()
+        try:
+            result = None
+            async for result in llm.generate(inputs, parameters, request.id):  # noqa: B007 (one item: the last)
+                pass
+        except Exception as error:
+            raise EngineError(self._why(error)) from error
+        finally:
+            self._clock.leave()
+            request.done.set()
+            self._active[session].discard(request)
+            if not self._active[session]:
+                del self._active[session]
+        if result is None or self._closed:
+            raise EngineError(f"the request of session {session!r} got no result: the vLLM engine was closed")
+        reused = result.num_cached_tokens or 0
+        generation = _generation(result.outputs[0], session)
+        self._reused += reused
+        self._prefilled += len(prompt) - reused
+        self._generated += len(generation.ids)
+        return generation
+
+    async def abort(self, session: str) -> None:
+        # vLLM forgets a request that it does not know yet without a word, so the wish is repeated until it is gone.
+        # Blocks of a prefix cache have no owner in vLLM: the least recently used ones go first, and all with an update.
+        for request in tuple(self._active.get(session, ())):
+            for _ in range(int(ABORT_TIMEOUT / 0.1)):
+                if self._llm is None:
+                    return
+                await self._llm.abort(request.id)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(request.done.wait(), 0.1)
+                    break
+            else:
+                raise EngineError(f"vLLM did not abort the request of session {session!r} in {ABORT_TIMEOUT:.0f} s")
+
+    def _request(self, prompt: list[int], sampling: Sampling) -> tuple[Any, Any]:
+        """vLLM's form of a request. Raises ``EngineError`` for one that cannot be served."""
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        check_sampling(sampling)
+        room = self._config.max_context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens does not fit engine.max_context={self._config.max_context}: it must "
+                "hold at least one token and leave room for one; raise the limit, or end the episode earlier"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise EngineError(
+                f"the prompt has ids from {min(prompt)} to {max(prompt)}, but the model knows 0 to "
+                f"{self._vocabulary - 1}: was it rendered with another model's tokenizer?"
+            )
+        if (sampling.top_p < 1 or sampling.top_k > 0) and not self._full_logprobs:
+            raise EngineError(
+                "this vLLM cannot report log-probs of the full vocabulary with top_p or top_k: leave them off"
+            )
+        try:
+            parameters = SamplingParams(
+                max_tokens=min(sampling.max_tokens, room),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=None if sampling.seed is None else sampling.seed % 2**63,
+                stop_token_ids=list(sampling.stop_ids),
+                stop=list(sampling.stop_strings),
+                include_stop_str_in_output=True,  # keeps the token that completes a stop string
+                ignore_eos=True,  # only what the caller named ends a generation
+                detokenize=bool(sampling.stop_strings),
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        except Exception as error:
+            raise EngineError(f"vLLM refuses {sampling}: {_last_line(error)}") from error
+        return tokens_input(prompt), parameters
+
+    # Pausing and weights
+
+    async def pause(self, mode: PauseMode) -> None:
+        llm = self._serving()
+        # The cache is emptied by the update, not by the pause: a pause without an update keeps it valid.
+        await self._control(llm.pause_generation(mode=mode, clear_cache=False))
+        self._paused = True
+        self._clock.pause()
+
+    async def resume(self) -> None:
+        llm = self._serving()
+        await self._control(llm.resume_generation())
+        self._paused = False
+        self._clock.resume()
+
+    async def update_weights(self, path: Path, version: int) -> int:
+        llm = self._serving()
+        if not self._paused:
+            raise EngineError("weights are updated while the engine is paused: call pause(...) first")
+        manifest = await asyncio.to_thread(read_manifest, path, version)
+        manifest.check_fits(self._served)
+        try:
+            # Requests that were kept lose their cache too: vLLM preempts them, and computes it again on resumption.
+            if not await self._control(llm.reset_prefix_cache(reset_running_requests=True)):
+                raise EngineError("vLLM could not empty its KV cache")
+            await self._control(llm.start_weight_update())
+            for names in manifest.buckets(BUCKET_BYTES):
+                await self._control(llm.update_weights(_bucket_request(manifest.path, names)))
+            await self._control(llm.finish_weight_update(weight_version=str(version)))
+            return int(await self._control(llm.get_weight_version()))
+        except BaseException as error:
+            self._unusable = f"its update to version {version} failed half-way ({_last_line(error)})"
+            if isinstance(error, Exception):
+                raise EngineError(
+                    f"vLLM did not load {path} as version {version} ({_last_line(error)}): the engine serves nothing "
+                    "until it is restarted; publish every parameter of the model, named as in its state dict"
+                ) from error
+            raise
+
+    # State
+
+    async def stats(self) -> EngineStats:
+        llm = self._serving()
+        # vLLM's front keeps what unfinished requests have so far; nothing is counted token by token for this.
+        unfinished = sum(
+            state.detokenizer.num_output_tokens() for state in llm.output_processor.request_states.values()
+        )
+        active = sum(len(group) for group in self._active.values())
+        slots = 1 if self._deterministic else self._config.max_batch
+        running = 0 if self._paused else min(active, slots)
+        return EngineStats(
+            generated_tokens=self._generated + unfinished,
+            prefilled_tokens=self._prefilled,
+            reused_tokens=self._reused,
+            busy_s=self._clock.busy_s,
+            running=running,
+            waiting=active - running,
+        )
+
+    def _serving(self) -> Any:
+        if self._unusable is not None:
+            raise EngineError(f"the vLLM engine cannot be used: {self._unusable}")
+        return self._llm
+
+    def _why(self, error: Exception) -> str:
+        """The words for a call that failed; a dead engine is marked as such."""
+        if type(error).__name__ == "EngineDeadError" and not self._closed:
+            self._unusable = "its process died (vLLM's own messages tell why)"
+        if self._closed or self._unusable:
+            return f"the vLLM engine cannot be used: {self._unusable}"
+        return f"vLLM failed ({_last_line(error.__cause__ or error)})"
+
+    async def _control(self, call: Any) -> Any:
+        """Await one of vLLM's control calls, with a limit and with our errors."""
+        try:
+            return await asyncio.wait_for(call, CONTROL_TIMEOUT)
+        except asyncio.TimeoutError as error:
+            raise EngineError(f"vLLM did not answer a control call within {CONTROL_TIMEOUT:.0f} s") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(self._why(error)) from error
+
+
+def _generation(output: Any, session: str) -> Generation:
+    """Our record of vLLM's ``CompletionOutput``. Raises ``EngineError`` when the two cannot agree."""
+    ids = np.asarray(output.token_ids, dtype=np.int32)
+    logprobs = np.asarray(output.logprobs.logprobs if len(ids) else [], dtype=np.float32)
+    spans = output.weight_versions or []
+    versions = tuple((int(span.version), span.end - span.start) for span in spans if span.end > span.start)
+    reason = output.finish_reason
+    if len(logprobs) != len(ids) or sum(count for _, count in versions) != len(ids):
+        raise EngineError(
+            f"vLLM returned {len(ids)} tokens, {len(logprobs)} log-probs and versions {versions} for session "
+            f"{session!r}: this vLLM is not one that agentkit was tested with"
+        )
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"vLLM ended the request of session {session!r} with {reason!r}")
+    return Generation(ids, logprobs, versions, reason)
+
+
+def _local(path: str) -> Path:
+    """The directory of a model that vLLM has loaded: ``path`` itself, or where the hub's cache keeps it, if it does."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return Path(path)
+
+
+def _init_request() -> Any:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info={})
+
+
+def _bucket_request(path: Path, names: list[str]) -> Any:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info={"path": str(path), "names": names})
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _shut_down(llm: Any) -> None:
+    """End vLLM's processes, gently and then not; returns when none is left."""
+    started = _processes(llm)
+    with contextlib.suppress(Exception):
+        llm.shutdown(timeout=CLOSE_TIMEOUT)
+    llm.shutdown = lambda timeout=None: None  # vLLM's finaliser calls it again, when modules may be gone already
+    _, alive = psutil.wait_procs(started, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def _shut_down_late(starting: asyncio.Future) -> None:
+    """Stop an engine that came up after nobody waited for it any more; the interpreter's exit waits for this."""
+    if not starting.cancelled() and starting.exception() is None:
+        threading.Thread(target=_shut_down, args=(starting.result(),)).start()
+
+
+def _processes(llm: Any) -> list[psutil.Process]:
+    """The engine's processes and theirs, as vLLM's client knows them."""
+    manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
+    found: list[psutil.Process] = []
+    for process in getattr(manager, "processes", []):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            found += [root, *root.children(recursive=True)]
+    return found

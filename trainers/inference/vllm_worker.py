@@ -1,0 +1,145 @@
+"""What runs inside vLLM's worker processes: loading a weights file, and log-probs of the full vocabulary.
+
+vLLM imports this module in every worker, as its worker extension, before it loads the model. The import registers the
+transport below under the name that the engine's configuration asks for, and starts the watch over the owner.
+
+Invariant: an update either replaces every parameter of the model or is reported as failed. A file that leaves a
+parameter untouched would otherwise serve a mixture of two policies.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from agentkit.trainers.inference.vllm_guard import guard
+
+TRANSPORT = "agentkit_safetensors"
+"""Name of the transport in vLLM's registry."""
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """A file needs no rendezvous."""
+
+
+@dataclass
+class FileBucket(WeightTransferUpdateInfo):
+    """Some tensors of a safetensors file, by name."""
+
+    path: str = ""
+    names: list[str] = field(default_factory=list)
+
+
+class SafetensorsTransfer(WeightTransferEngine):
+    """A weight-transfer engine of vLLM's own kind whose wire is a safetensors file.
+
+    vLLM ships transports for NCCL, CUDA IPC and RDMA, all of which need accelerators on both sides. A file works with
+    every device and with tensor-parallel workers alike: each reads the names of a bucket and keeps its shards.
+    Layer-wise reloading is vLLM's: parameters return to their checkpoint form, are loaded, processed again as at the
+    first load (packing, quantisation) and copied into the tensors that the kernels already hold.
+    """
+
+    init_info_cls = NoInit
+    update_info_cls = FileBucket
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        # Tied parameters count once before the restoration and twice after it; those that processing made (packed
+        # weights, scales) exist before it alone. What both have is what a checkpoint must bring.
+        served = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        self._untouched = served & {name for name, _ in self.model.named_parameters()}
+
+    def receive_weights(self, update_info: FileBucket) -> None:
+        """Load one bucket. The model's own loader renames, fuses and shards the tensors."""
+        with safe_open(update_info.path, framework="pt", device="cpu") as file:
+            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in update_info.names)
+        # A model whose loader does not report what it loaded cannot be checked; all of vLLM's usual ones do.
+        self._untouched = self._untouched - loaded if loaded is not None else set()
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_tied(self.model)
+        if self._untouched:
+            some = ", ".join(sorted(self._untouched)[:3])
+            raise RuntimeError(f"the weights file leaves {len(self._untouched)} parameters untouched, such as {some}")
+
+    def shutdown(self) -> None:
+        """Nothing stays open between two updates."""
+
+
+def repack_tied(model: torch.nn.Module) -> None:
+    """Pack again what shares its parameter with an earlier module, such as an output layer tied to the embedding.
+
+    On CPUs vLLM multiplies with packed copies. Reloading packs the module that a tensor was loaded into; a module tied
+    to it sees the new parameter, but would go on multiplying with the packed copy of the old one.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        own = [id(parameter) for parameter in module.parameters(recurse=False)]
+        method = getattr(module, "quant_method", None)
+        if method is not None and not seen.isdisjoint(own):
+            method.process_weights_after_loading(module)
+        seen.update(own)
+
+
+WeightTransferEngineFactory.register_engine(TRANSPORT, SafetensorsTransfer)
+
+
+class FullVocabularySampler(torch.nn.Module):
+    """vLLM's top-k and top-p sampler, reporting log-probs from before the truncation.
+
+    vLLM reports either the distribution before the temperature or the one after truncation. What a learner can
+    re-score is the one in between: full vocabulary, at the sampling temperature.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        inner.logprobs_mode = "raw_logprobs"  # the inner sampler need not compute log-probs of its own
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits`` float32 ``[requests, vocabulary]``, already divided by the temperature; may be overwritten."""
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        sampled, _ = self.inner(logits, generators, k, p)
+        return sampled, logprobs
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker; the engine calls them by name."""
+
+    model_runner: Any
+
+    def agentkit_full_logprobs(self) -> bool:
+        """Make truncated sampling report log-probs of the full vocabulary; False where this sampler cannot."""
+        sampler = getattr(self.model_runner, "sampler", None)
+        inner = getattr(sampler, "topk_topp_sampler", None)
+        if sampler is None or inner is None:
+            return False
+        sampler.topk_topp_sampler = FullVocabularySampler(inner)
+        return True
+
+
+guard()

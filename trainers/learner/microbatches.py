@@ -1,0 +1,113 @@
+"""Which sequences are computed together, and by which rank.
+
+Invariant: a plan depends on lengths alone, so that every rank computes the same one by itself. Each sequence is in
+exactly one micro-batch that counts, whole; all ranks have equally many micro-batches (those short of one repeat a
+sequence with weight zero), because a collective that one rank skips hangs the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentkit.trainers.batch import Batch
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of one forward pass."""
+
+    sequences: Indices
+    filler: bool = False
+    """Computed only to keep ranks in step: its tokens have weight zero."""
+
+
+def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
+    """Deal ``sequences`` to ranks and cut each rank's share into micro-batches.
+
+    ``lengths``: tokens of every sequence of the batch, ``[S]``; ``sequences``: indices of those to compute. A
+    micro-batch holds at most ``max_tokens`` tokens, padding included, or a single longer sequence. Sequences are
+    sorted by length, so that there is little padding, and each goes to the rank that has the least work so far.
+    """
+    if not len(sequences):
+        return [[] for _ in range(ranks)]
+    longest_first = sequences[np.argsort(-lengths[sequences], kind="stable")]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = np.zeros(ranks, np.int64)
+    for index in longest_first:
+        rank = int(load.argmin())
+        shares[rank].append(int(index))
+        load[rank] += lengths[index]
+
+    planned = [
+        [MicroBatch(np.array(chunk, np.int64)) for chunk in _cut(share, lengths, max_tokens)] for share in shares
+    ]
+    most = max(len(share) for share in planned)
+    filler = MicroBatch(longest_first[-1:], filler=True)
+    return [share + [filler] * (most - len(share)) for share in planned]
+
+
+def _cut(longest_first: list[int], lengths: Indices, max_tokens: int) -> Iterator[list[int]]:
+    chunk: list[int] = []
+    for index in longest_first:
+        if chunk and (len(chunk) + 1) * lengths[chunk[0]] > max_tokens:
+            yield chunk
+            chunk = []
+        chunk.append(index)
+    if chunk:
+        yield chunk
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One micro-batch as tensors: ``B`` right-padded sequences of at most ``T`` tokens, ``n`` of which are actions."""
+
+    ids: Tensor
+    """int64 ``[B, T]``. Padding follows the text, so that a causal model needs no attention mask."""
+    rows: Tensor
+    columns: Tensor
+    """int64 ``[n]``: where the output stands that chose each action token: one position before it."""
+    targets: Tensor
+    """int64 ``[n]``: the action tokens."""
+    positions: Tensor
+    """int64 ``[n]``, on the CPU: indices of the action tokens in the flat batch."""
+    mask: Tensor
+    """bool ``[n]``: all True, or all False for a filler."""
+    last_columns: Tensor
+    """int64 ``[B]``: where each sequence's last token stands."""
+    last_positions: Tensor
+    """int64 ``[B]``, on the CPU: indices of the last tokens in the flat batch."""
+
+
+def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
+    """Pad one micro-batch and find its action tokens."""
+    lengths = batch.lengths[micro.sequences]
+    starts = batch.cu_seqlens[micro.sequences]
+    ids = np.zeros((len(lengths), int(lengths.max())), np.int64)
+    real = np.arange(ids.shape[1]) < lengths[:, None]
+    flat = (starts[:, None] + np.arange(ids.shape[1]))[real]
+    ids[real] = batch.tokens[flat]
+    action = np.zeros_like(real)
+    action[real] = batch.mask[flat]
+    rows, columns = np.nonzero(action)
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Layout(
+        ids=on_device(ids),
+        rows=on_device(rows),
+        columns=on_device(columns - 1),
+        targets=on_device(ids[rows, columns]),
+        positions=torch.from_numpy(starts[rows] + columns),
+        mask=on_device(np.full(len(rows), not micro.filler)),
+        last_columns=on_device(lengths - 1),
+        last_positions=torch.from_numpy(starts + lengths - 1),
+    )

@@ -1,0 +1,130 @@
+"""The optimisers, the course of their learning rate, and the one step that may change weights.
+
+Invariant: weights change only after the loss and the gradient of the whole step, over all ranks, were seen to be
+finite; otherwise ``LearnerError`` is raised on every rank alike and they stay as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from agentkit.config import LearnerConfig
+from agentkit.errors import LearnerError
+
+
+def schedule_factor(step: int, schedule: Literal["constant", "linear", "cosine"], warmup: int, total: int) -> float:
+    """Share of the peak learning rate for optimiser step ``step`` (from 0) of ``total``.
+
+    Linear from ``1 / warmup`` to 1 over ``warmup`` steps; then constant, or down to 0 just after the last step, along
+    a line or half a cosine.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class MuonAdamW:
+    """Muon for the matrices inside the model, AdamW for everything else, stepping as one optimiser.
+
+    Muon (Jordan et al. 2024) applies the orthogonalised momentum of a matrix; scaled to AdamW's size of update (Liu et
+    al., Moonlight, arXiv:2502.16982, eq. 4), so that one learning rate serves both. Embeddings, heads and vectors are
+    no maps between hidden states and stay with AdamW.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], config: LearnerConfig) -> None:
+        muon = getattr(torch.optim, "Muon", None)
+        if muon is None:
+            raise LearnerError(
+                f"learner.optimizer=muon needs torch 2.9 or newer and this is {torch.__version__}: use adamw"
+            )
+        self.parts: list[torch.optim.Optimizer] = [
+            muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            _adamw(others, config),
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(part.param_groups for part in self.parts))
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+Optimizer = AdamW | MuonAdamW
+
+
+def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> Optimizer:
+    """The configured optimiser of the named parameters. The learning rate is set at each step."""
+    named = list(parameters)
+    matrices = [
+        p
+        for name, p in named
+        if p.ndim == 2 and min(p.shape) > 1 and not any(word in name for word in ("embed", "head"))
+    ]
+    if config.optimizer == "adamw" or not matrices:
+        return _adamw([p for _, p in named], config)
+    inside = {id(p) for p in matrices}
+    return MuonAdamW(matrices, [p for _, p in named if id(p) not in inside], config)
+
+
+def _adamw(parameters: list[nn.Parameter], config: LearnerConfig) -> AdamW:
+    """AdamW whose weight decay spares vectors (norms, biases)."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas)
+
+
+def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float, what: str) -> float:
+    """Clip the gradient's global norm, step, clear the gradients; returns the norm before clipping.
+
+    ``loss`` and the gradients must be those of the whole step. Raises ``LearnerError``, with nothing applied, when
+    either is not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(nn.utils.clip_grad_norm_(parameters, grad_clip))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        optimizer.zero_grad(set_to_none=True)
+        raise LearnerError(
+            f"the {what} loss is {loss} and its gradient's norm {norm}; the step was not applied. Lower the learning "
+            "rate, tighten the clips, or look for extreme rewards among the last episodes"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def to_cpu(state: object) -> object:
+    """A copy of a (nested) state dict with all tensors on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu().clone()
+    if isinstance(state, dict):
+        return {key: to_cpu(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(to_cpu(value) for value in state)
+    return state

@@ -1,0 +1,146 @@
+"""The policy as the learner holds it: weights that are trained, adapters or all, and what is derived from them.
+
+Invariant: whatever leaves the learner (published weights, exports, copies) is a plain causal language model with the
+names of its own state dict; adapters are merged into a copy and never into the weights that are trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentkit.config import LoraConfig, ModelConfig
+from agentkit.errors import LearnerError
+from agentkit.trainers.models.load import load_policy
+
+ADAPTER = "default"
+"""The name that peft gives to the only adapter."""
+
+Snapshot = dict[str, Tensor]
+
+
+class Policy:
+    """A causal language model with its trainable parameters.
+
+    Fully trained weights are float32 whatever ``config.dtype`` says (small updates vanish in bfloat16): that type is
+    what they are computed and published in. Under LoRA the frozen weights have ``config.dtype``, the adapters float32.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int):
+        loaded = config if config.lora else config.model_copy(update={"dtype": "float32"})
+        self.causal_lm: PreTrainedModel = load_policy(loaded, seed)
+        self.adapters: Any = _adapted(self.causal_lm, config.lora) if config.lora else None
+        self.module: Any = self.causal_lm if self.adapters is None else self.adapters
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = next(self.causal_lm.parameters()).device
+        self.dropout = config.lora is not None and config.lora.dropout > 0
+        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.head_is_last = self._head_is_last()
+
+    def hidden_states(self, ids: Tensor) -> Tensor:
+        """Output of the trunk for right-padded ``ids`` ``[B, T]``: ``[B, T, hidden]``."""
+        return self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of the hidden states ``[n, hidden]``: ``[n, vocabulary]``."""
+        output: Any = self.causal_lm.get_output_embeddings()
+        return output(hidden)
+
+    def autocast(self) -> torch.autocast:
+        """Compute in the configured type."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def train_mode(self, training: bool) -> None:
+        """Dropout is on only for adapters that ask for it; everything else always computes as the engine does."""
+        self.module.train(training and self.dropout)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the trainable weights."""
+        return {name: parameter.detach().clone() for name, parameter in self.trainable.items()}
+
+    @contextmanager
+    def swapped(self, other: Snapshot) -> Iterator[None]:
+        """Compute with the weights of ``other`` for a while (the reference policy); swaps pointers, copies nothing."""
+        self._swap(other)
+        try:
+            yield
+        finally:
+            self._swap(other)
+
+    def _swap(self, other: Snapshot) -> None:
+        for name, parameter in self.trainable.items():
+            parameter.data, other[name] = other[name], parameter.data
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Set the trainable weights. Raises ``LearnerError`` when they are of another model."""
+        wrong = sorted(saved.keys() ^ self.trainable.keys()) or [
+            name for name, parameter in self.trainable.items() if parameter.shape != saved[name].shape
+        ]
+        if wrong:
+            raise LearnerError(f"the saved weights are of another model: {len(wrong)} tensors differ, {wrong[0]} first")
+        with torch.no_grad():
+            for name, parameter in self.trainable.items():
+                parameter.copy_(saved[name])
+
+    @torch.no_grad()
+    def merged_state_dict(self) -> dict[str, Tensor]:
+        """State dict of the plain model in the configured type: adapters merged, aliases of tied weights left out."""
+        state = self.causal_lm.state_dict()
+        if self.adapters is not None:
+            state = {name: value for name, value in state.items() if ".lora_" not in name}
+            named: Any = self.causal_lm.named_modules()
+            for name, module in named:
+                if hasattr(module, "lora_A"):
+                    key = f"{name}.base_layer.weight"
+                    merged = state[key].float() + module.get_delta_weight(ADAPTER).float()
+                    state[key] = merged.to(state[key].dtype)
+            state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
+        seen: set[int] = set()
+        plain = {}
+        for name, value in state.items():
+            if value.data_ptr() not in seen or value.numel() == 0:
+                plain[name] = value.to(self.dtype) if value.is_floating_point() else value
+            seen.add(value.data_ptr())
+        return plain
+
+    def plain_copy(self) -> PreTrainedModel:
+        """A deep copy of the model as it is now, adapters merged, in float32."""
+        if self.adapters is None:
+            return copy.deepcopy(self.causal_lm)
+        return copy.deepcopy(self.adapters).merge_and_unload().float()
+
+    @torch.no_grad()
+    def _head_is_last(self) -> bool:
+        """Whether logits are exactly ``head(hidden_states)``; some models scale or cap them afterwards."""
+        ids = torch.arange(8, device=self.device)[None]
+        with self.autocast():
+            whole = self.causal_lm(input_ids=ids, use_cache=False).logits
+            split = self.head(self.hidden_states(ids))
+        return torch.allclose(whole.float(), split.float(), rtol=1e-3, atol=1e-4)
+
+
+def _adapted(model: PreTrainedModel, config: LoraConfig) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise LearnerError("model.lora needs peft: pip install 'agentkit-rl[lora]'") from error
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    try:
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number works
+                lora_dropout=config.dropout,
+                target_modules=targets,
+                task_type="CAUSAL_LM",
+            ),
+        ).eval()
+    except ValueError as error:
+        raise LearnerError(f"model.lora does not fit the model ({error}): check model.lora.target_modules") from error

@@ -1,0 +1,288 @@
+"""What a learner computes: batches become weights. No thread, no file, no event loop.
+
+Invariant: the result of a step depends on the batch and on the state alone; not on how many micro-batches or ranks
+compute it (up to the order of float additions). Every rank is given the whole batch, makes the same plan and computes
+its own share; advantages are estimated over the whole batch by every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentkit.config import ModelConfig, RunConfig
+from agentkit.errors import LearnerError
+from agentkit.trainers.algorithms.advantages import estimate
+from agentkit.trainers.algorithms.aggregate import aggregate, denominator
+from agentkit.trainers.algorithms.losses import TokenInputs, kl_estimate, needed_logprobs, policy_objective
+from agentkit.trainers.batch import Batch
+from agentkit.trainers.learner.critic import Critic, explained_variance
+from agentkit.trainers.learner.forward import action_logprobs
+from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, plan
+from agentkit.trainers.learner.optimizer import Optimizer, apply_step, build_optimizer, schedule_factor, to_cpu
+from agentkit.trainers.learner.policy import Policy, Snapshot
+from agentkit.trainers.learner.ranks import Ranks
+from agentkit.types import FloatArray
+
+Columns = dict[str, Tensor]
+"""Per-token inputs of the losses, each ``[N]``, on the CPU."""
+
+
+class Training:
+    """The policy, its optimisers, the critics and the reference, on one rank."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None):
+        self.config = config
+        torch.manual_seed(config.seed)
+        self.policy = Policy(_rank_device(config.model, rank, world_size), config.seed)
+        self.ranks = Ranks(rank, world_size, init_method, self.policy.device)
+        torch.manual_seed(config.seed + rank)
+        self.optimizer = build_optimizer(self.policy.trainable.items(), config.learner)
+        self.imitation: Optimizer | None = None
+        self.critics: list[Critic] = []
+        self.reference: Snapshot | None = None
+        self.batches = 0
+        """Batches trained on since reinforcement learning began."""
+        self.policy_steps = 0
+        """Optimiser steps of the policy since then: what the schedule counts."""
+
+    def imitate(self, batch: Batch, lr: float) -> dict[str, float]:
+        """One optimiser step on the mean negative log-likelihood of the action tokens."""
+        sequences = _trainable_sequences(batch)
+        optimizer = self.imitation = self.imitation or build_optimizer(
+            self.policy.trainable.items(), self.config.learner
+        )
+        divisor = denominator("token_mean", batch.action_counts)
+        total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
+        self.policy.train_mode(True)
+        for layout in self._layouts(batch, sequences):
+            logprobs, _ = self._forward(layout)
+            loss = aggregate("token_mean", -logprobs, layout.mask, layout.rows, divisor)
+            loss.backward()
+            total += loss.detach()
+        self.policy.train_mode(False)
+        mean, norm = self._policy_step(optimizer, {"loss": total.item()}, lr, "imitation")
+        return {"imitation/loss": mean["loss"], "imitation/grad_norm": norm, "imitation/lr": lr}
+
+    def train(self, batch: Batch, step: int) -> dict[str, float]:
+        """All epochs and minibatches over one batch; returns the metrics."""
+        config = self.config
+        sequences = _trainable_sequences(batch)
+        if self.batches == 0:
+            self._begin()
+        columns, metrics = self._columns(batch, sequences)
+        only_critic = config.critic is not None and self.batches < config.critic.warmup_steps
+        policy_parts: list[dict[str, float]] = []
+        critic_parts: list[dict[str, float]] = []
+        for minibatch in self._minibatches(batch, sequences, step):
+            if not only_critic:
+                policy_parts.append(self._policy_update(batch, minibatch, columns))
+            for index, critic in enumerate(self.critics):
+                micro_batches = self._plan(batch, minibatch)
+                old = columns[f"old_values_{index}"]
+                part = critic.step(batch, micro_batches, minibatch, columns["returns"], old, self.ranks)
+                critic_parts.append(part)
+        self.batches += 1
+        metrics |= _policy_metrics(policy_parts)
+        metrics |= {f"critic/{name}": _mean(critic_parts, name) for name in (critic_parts[0] if critic_parts else ())}
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Everything that ``restore`` needs for an exact continuation, except random number generators."""
+        return {
+            "policy": to_cpu(self.policy.snapshot()),
+            "optimizer": to_cpu(self.optimizer.state_dict()),
+            "imitation": to_cpu(self.imitation.state_dict()) if self.imitation else None,
+            "reference": to_cpu(self.reference),
+            "critics": [critic.state() for critic in self.critics],
+            "batches": self.batches,
+            "policy_steps": self.policy_steps,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. Raises ``LearnerError`` when it is of another model."""
+        self.policy.restore(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.imitation = None
+        if state["imitation"] is not None:
+            imitation = self.imitation = build_optimizer(self.policy.trainable.items(), self.config.learner)
+            imitation.load_state_dict(state["imitation"])
+        self.batches, self.policy_steps = state["batches"], state["policy_steps"]
+        self.reference, self.critics = None, []
+        if self.batches > 0:
+            self._begin()
+            if self.reference is not None and state["reference"] is not None:
+                self.reference = {name: value.to(self.policy.device) for name, value in state["reference"].items()}
+            for critic, saved in zip(self.critics, state["critics"], strict=True):
+                critic.restore(saved)
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _begin(self) -> None:
+        """Reinforcement learning begins: the policy as it is now is the reference, and what a critic starts from."""
+        config = self.config
+        self.imitation = None
+        if config.algorithm.kl != "none":
+            self.reference = self.policy.snapshot()
+        if config.critic is not None:
+            self.critics = [Critic(config.critic, config.learner, self.policy, config.seed)]
+
+    def _forward(self, layout: Layout, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        temperature = self.config.rollout.temperature
+        return action_logprobs(self.policy, layout, temperature, entropy_gradient=entropy_gradient)
+
+    def _plan(self, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
+        plans = plan(batch.lengths, sequences, self.ranks.size, self.config.learner.max_tokens)
+        return plans[self.ranks.rank]
+
+    def _layouts(self, batch: Batch, sequences: np.ndarray) -> Iterator[Layout]:
+        return (lay_out(batch, micro, self.policy.device) for micro in self._plan(batch, sequences))
+
+    def _minibatches(self, batch: Batch, sequences: np.ndarray, step: int) -> Iterator[np.ndarray]:
+        """Sequences of each optimiser step: whole groups, in an order that the seed, the step and the epoch decide."""
+        learner = self.config.learner
+        groups = np.unique(batch.group_ids)
+        for epoch in range(learner.epochs):
+            order = np.random.default_rng([self.config.seed, step, epoch]).permutation(groups)
+            for chosen in np.array_split(order, learner.minibatches):
+                yield sequences[np.isin(batch.group_ids[sequences], chosen)]
+
+    def _columns(self, batch: Batch, sequences: np.ndarray) -> tuple[Columns, dict[str, float]]:
+        """Score the batch where the algorithm asks for it, and estimate advantages over the whole of it."""
+        algorithm, columns = self.config.algorithm, {}
+        behaviour = np.where(batch.mask, batch.logprobs, 0).astype(np.float32)
+        columns["behaviour"] = behaviour
+        needs = needed_logprobs(algorithm)
+        if self.reference is not None:
+            with self.policy.swapped(self.reference):
+                columns["reference"] = self._scored(batch, sequences, self._logprobs_at)
+            if algorithm.kl_in == "reward":
+                penalty = kl_estimate(algorithm.kl, torch.from_numpy(behaviour - columns["reference"])).numpy()
+                batch = replace(batch, rewards=batch.rewards - algorithm.kl_coef * penalty)
+        if "proximal" in needs and self._steps_per_batch > 1:
+            columns["proximal"] = self._scored(batch, sequences, self._logprobs_at)
+        values = [self._scored(batch, sequences, critic.values_at) for critic in self.critics]
+        estimated = estimate(batch, np.array(values, np.float32).reshape(len(values), batch.num_tokens), algorithm)
+        columns |= estimated._asdict()
+        state_values = [np.roll(value, 1) for value in values]
+        columns |= {f"old_values_{index}": value for index, value in enumerate(state_values)}
+        metrics = {}
+        if values:
+            explained = explained_variance(np.mean(state_values, axis=0), estimated.returns, batch.mask)
+            metrics["critic/explained_variance"] = explained
+        return {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}, metrics
+
+    def _logprobs_at(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        return layout.positions, self._forward(layout)[0]
+
+    @torch.no_grad()
+    def _scored(
+        self, batch: Batch, sequences: np.ndarray, score: Callable[[Layout], tuple[Tensor, Tensor]]
+    ) -> FloatArray:
+        """Per-token scores of the whole batch ``[N]``: each rank computes its share, all get the union."""
+        scores = np.zeros(batch.num_tokens, np.float32)
+        for layout in self._layouts(batch, sequences):
+            positions, computed = score(layout)
+            if layout.mask.any():
+                scores[positions.numpy()] = computed.cpu().numpy()
+        return self.ranks.sum_array(scores)
+
+    @property
+    def _steps_per_batch(self) -> int:
+        return self.config.learner.minibatches * self.config.learner.epochs
+
+    def _policy_update(self, batch: Batch, sequences: np.ndarray, columns: Columns) -> dict[str, float]:
+        """One optimiser step of the policy; returns sums over its tokens, with ``loss``, ``grad_norm`` and ``lr``."""
+        algorithm, device = self.config.algorithm, self.policy.device
+        divisor = denominator(algorithm.aggregation, batch.action_counts[sequences], _constant_length(self.config))
+        sums: dict[str, Tensor] = {}
+        self.policy.train_mode(True)
+        for layout in self._layouts(batch, sequences):
+            logprobs, entropy = self._forward(layout, entropy_gradient=algorithm.entropy_coef > 0)
+            at = {name: column[layout.positions].to(device) for name, column in columns.items()}
+            inputs = TokenInputs(
+                logprobs={"proximal": logprobs.detach()}
+                | {name: at[name] for name in ("behaviour", "proximal", "reference") if name in at}
+                | {"policy": logprobs},
+                advantages=at["advantages"],
+                policy_weight=at["policy_weight"],
+                entropy=entropy,
+                entropy_weight=at["entropy_weight"],
+                mask=layout.mask,
+                turn_ids=torch.from_numpy(batch.turn_ids[layout.positions.numpy()]).to(device),
+                sequence_ids=layout.rows,
+            )
+            loss, part = policy_objective(inputs, algorithm, divisor)
+            loss.backward()
+            part |= {"loss": loss.detach().double(), "tokens": layout.mask.sum().double()}
+            sums = {name: sums.get(name, 0.0) + value for name, value in part.items()}
+        self.policy.train_mode(False)
+        learner = self.config.learner
+        warming = self.config.critic.warmup_steps if self.config.critic else 0
+        total = (self.config.steps - warming) * self._steps_per_batch
+        lr = learner.lr * schedule_factor(self.policy_steps, learner.schedule, learner.warmup_steps, total)
+        summed, norm = self._policy_step(
+            self.optimizer, {name: value.item() for name, value in sums.items()}, lr, "policy's"
+        )
+        self.policy_steps += 1
+        return summed | {"grad_norm": norm, "lr": lr}
+
+    def _policy_step(
+        self, optimizer: Optimizer, sums: dict[str, float], lr: float, what: str
+    ) -> tuple[dict[str, float], float]:
+        """Sum gradients and metrics over ranks and apply the step; returns the summed metrics and the norm."""
+        self.ranks.sum_gradients(list(self.policy.trainable.values()))
+        sums = self.ranks.sum_metrics(sums)
+        grad_clip = self.config.learner.grad_clip
+        norm = apply_step(optimizer, loss=sums["loss"], lr=lr, grad_clip=grad_clip, what=what)
+        return sums, norm
+
+
+def _rank_device(model: ModelConfig, rank: int, world_size: int) -> ModelConfig:
+    """Give each of several ranks a GPU of its own, where there are GPUs."""
+    if world_size > 1 and model.device in ("auto", "cuda") and torch.cuda.is_available():
+        return model.model_copy(update={"device": f"cuda:{rank % torch.cuda.device_count()}"})
+    return model
+
+
+def _trainable_sequences(batch: Batch) -> np.ndarray:
+    """Indices of the sequences that have an action token. Raises ``LearnerError`` when none has."""
+    sequences = np.flatnonzero(batch.action_counts)
+    if not len(sequences):
+        raise LearnerError("the batch holds no action token: no episode got as far as an answer")
+    return sequences
+
+
+def _constant_length(config: RunConfig) -> int:
+    """Dr.GRPO's constant: the most action tokens that an episode may have."""
+    if config.algorithm.aggregation != "constant":
+        return 1
+    turns = config.env.max_turns
+    if turns is None:
+        from agentkit.registry import env_class  # only this aggregation needs to know the environment
+
+        turns = env_class(config.env.id).max_turns
+    return config.rollout.max_tokens * turns
+
+
+def _policy_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means over all tokens of all optimiser steps on one batch; loss and norm are means over the steps."""
+    if not parts:
+        return {"policy/lr": 0.0}
+    tokens = sum(part["tokens"] for part in parts)
+    per_token = ("entropy", "kl_behaviour", "clip_fraction", "mask_fraction", "kl_reference")
+    metrics = {f"policy/{name}": sum(part[name] for part in parts) / tokens for name in per_token if name in parts[0]}
+    weight, squared = (sum(part[name] for part in parts) for name in ("weight", "weight_squared"))
+    metrics["policy/ess"] = weight**2 / (tokens * squared)
+    metrics |= {f"policy/{name}": _mean(parts, name) for name in ("loss", "grad_norm")}
+    return metrics | {"policy/lr": parts[-1]["lr"]}
+
+
+def _mean(parts: list[dict[str, float]], name: str) -> float:
+    return sum(part[name] for part in parts) / len(parts)

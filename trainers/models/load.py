@@ -1,0 +1,99 @@
+"""Loading a policy or a tokenizer from wherever ``model.path`` points.
+
+Invariant: every failure to load is one ``ConfigError`` that names the path and says what to do; nothing is downloaded
+when the path is ``quickstart`` or a directory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from agentkit.config import ModelConfig
+from agentkit.errors import ConfigError
+from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
+
+QUICKSTART = "quickstart"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``path`` (as in ``ModelConfig.path``). Raises ``ConfigError``."""
+    if path == QUICKSTART:
+        return quickstart_tokenizer()
+    source = _source(path)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise _not_loadable("tokenizer", path, source, error) from error
+
+
+def load_policy(model: ModelConfig, seed: int) -> PreTrainedModel:
+    """The policy in evaluation mode, in ``model.dtype``, on ``model.device``; adapters are not applied here.
+
+    ``seed`` decides the initial weights of the quickstart model and nothing else. Raises ``ConfigError``.
+    """
+    device = resolve_device(model.device)
+    dtype = getattr(torch, model.dtype)
+    if model.path == QUICKSTART:
+        policy = quickstart_model(seed)
+    else:
+        source = _source(model.path)
+        try:
+            policy = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        except Exception as error:
+            raise _not_loadable("model", model.path, source, error) from error
+    policy.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    return policy.eval()
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU where there is one. Raises ``ConfigError`` for a device that this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device={name!r} is no torch device: use auto, cpu or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"model.device={name!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs: set "
+            "model.device=auto, or install a CUDA build of torch"
+        )
+    return device
+
+
+def model_directory(path: Path) -> Path | None:
+    """Where the model of ``path`` lies: itself, or the newest export of a run; None where there is none."""
+    if (path / "config.json").is_file():
+        return path
+    exports = [*path.glob("model/config.json"), *path.glob("checkpoints/*/model/config.json")]
+    newest = max(exports, key=lambda config: config.stat().st_mtime_ns, default=None)
+    return newest.parent if newest else None
+
+
+def _source(path: str) -> str:
+    """What transformers is told to load: a directory that holds a model, or a hub name as it is."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        found = model_directory(directory)
+        if found is None:
+            raise ConfigError(
+                f"model.path={path!r} is a directory without a model: it holds neither config.json nor model/ nor "
+                "checkpoints/*/model/; name a Hugging Face model directory, or a run that has saved a checkpoint"
+            )
+        return str(found)
+    if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model.path={path!r} does not exist; use `{QUICKSTART}`, a directory or a hub name")
+    return path
+
+
+def _not_loadable(what: str, path: str, source: str, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if os.path.isdir(source):
+        remedy = "check that the directory holds a complete causal language model as transformers saves it"
+    else:
+        remedy = f"check the spelling and the network, or use `{QUICKSTART}` or the directory of a downloaded model"
+    return ConfigError(f"the {what} of model.path={path!r} does not load ({reason}): {remedy}")

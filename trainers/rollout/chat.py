@@ -1,0 +1,92 @@
+"""One episode against a chat endpoint: messages instead of tokens, for measuring alone.
+
+Invariant: the environment's side of an episode (what an answer does, what it costs, when it ends) is the same as in
+training. The tokens are the server's: the record holds texts, no ids and no log-probs, and cannot be trained on.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from agentkit.errors import ConfigError
+from agentkit.trainers.inference.openai import ChatEndpoint, ContextExceeded
+from agentkit.trainers.rollout.episode import EpisodeRules, act, system_message, turn_seeds
+from agentkit.trainers.rollout.hosts import EnvHandle
+from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.types import Message, Trajectory, Turn
+
+_MAX_SEED = 2**31
+"""Servers differ in how many bits of a seed they take."""
+
+
+class ChatPlayer:
+    """Plays episodes with an endpoint; holds nothing of any one of them."""
+
+    def __init__(self, endpoint: ChatEndpoint, parser: ActionParser, rules: EpisodeRules) -> None:
+        self.endpoint = endpoint
+        self.parser = parser
+        self.rules = rules
+        self._system = Message("system", system_message(rules.source.instructions, parser))
+
+    async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
+        """Play one episode in ``env`` and write it into ``trajectory`` as it goes.
+
+        Raises ``EnvError`` (the episode is void), ``EngineError``, or ``ConfigError`` if not even the first
+        observation fits into the endpoint's context.
+        """
+        rules, begun = self.rules, time.perf_counter()
+        key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
+        seeds = turn_seeds(rules.seed, key, rules.source.max_turns)
+        messages = [self._system]
+        try:
+            shown = observation = await env.reset(trajectory.seed)
+            waited = time.perf_counter() - begun
+            for number in range(rules.source.max_turns):
+                messages.append(Message("user", shown))
+                try:
+                    turn = await self._answer(trajectory, messages, seeds[number] % _MAX_SEED)
+                except ContextExceeded as error:
+                    if not trajectory.turns:
+                        raise ConfigError(
+                            f"the first prompt of {trajectory.env_id} does not fit, with rollout.max_tokens="
+                            f"{rules.max_tokens} for the answer ({error}): serve the model with a longer context"
+                        ) from error
+                    trajectory.outcome, trajectory.reason = "truncated", "context"
+                    return
+                turn.observation, turn.env_s = shown, waited
+                trajectory.turns.append(turn)
+                messages.append(Message("assistant", turn.response))
+                waited = 0.0
+                step = await act(env, trajectory, turn, observation, self.parser, rules.format_penalty)
+                observation, shown = step.observation, step.shown
+                if step.terminated:
+                    trajectory.outcome = "terminated"
+                    return
+                if step.truncated:
+                    trajectory.outcome, trajectory.reason = "truncated", "env"
+                    return
+            trajectory.outcome, trajectory.reason = "truncated", "max_turns"
+        finally:
+            trajectory.duration_s = time.perf_counter() - begun
+
+    async def _answer(self, trajectory: Trajectory, messages: list[Message], seed: int) -> Turn:
+        start = time.perf_counter()
+        reply = await self.endpoint.chat(
+            messages, max_tokens=self.rules.max_tokens, temperature=self.rules.temperature, seed=seed
+        )
+        for name, count in (("prompt_tokens", reply.prompt_tokens), ("completion_tokens", reply.completion_tokens)):
+            trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + count
+        answer = self.parser.parse(reply.text)
+        return Turn(
+            prompt_ids=np.empty(0, np.int32),
+            action_ids=np.empty(0, np.int32),
+            action_logprobs=np.empty(0, np.float32),
+            versions=(),
+            finish_reason="length" if reply.finish_reason == "length" else "stop",
+            response=reply.text,
+            actions=answer.actions,
+            valid=answer.valid,
+            generate_s=time.perf_counter() - start,
+        )

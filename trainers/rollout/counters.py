@@ -1,0 +1,91 @@
+"""What a training step's rollout amounted to, as metrics.
+
+Invariant: every episode that started is counted under exactly one ending; voided ones enter no mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from agentkit.types import Group, Trajectory
+
+ZERO_SIGNAL = "zero_signal"
+"""Why a group is refilled whose members all earned the same."""
+
+
+def has_signal(members: Sequence[Trajectory]) -> bool:
+    """Whether the members earned differently; otherwise every group baseline makes their advantages zero."""
+    rewards = [member.reward for member in members]
+    return max(rewards) - min(rewards) > 1e-9
+
+
+class RolloutCounters:
+    """Collects between two snapshots."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.retries = 0
+        self.refills = 0
+        self._endings: Counter[str] = Counter()
+        self._lengths: Counter[str] = Counter()
+        self._groups: list[tuple[Group, int]] = []
+        self._without_signal: list[Trajectory] = []
+
+    def ended(self, trajectory: Trajectory, ending: str, reason: str) -> None:
+        """An episode ended otherwise than by being trained on."""
+        self._endings[ending] += 1
+        self._lengths[ending] += trajectory.num_action_tokens
+        if reason:
+            self._endings[f"{ending}/{reason}"] += 1
+        if reason == ZERO_SIGNAL:
+            self._without_signal.append(trajectory)
+
+    def trained(self, group: Group, staleness: int) -> None:
+        """A group was consumed, ``staleness`` versions after it began."""
+        self._groups.append((group, staleness))
+
+    def snapshot(self) -> dict[str, float]:
+        """The metrics since the last snapshot.
+
+        The means are over the episodes that were trained on and those that were refilled for want of a signal: without
+        the latter, a policy that always succeeds (or always fails) on most tasks would seem to succeed half the time.
+        """
+        metrics = {
+            "env/failures": float(self.failures),
+            "env/retries": float(self.retries),
+            "rollout/refills": float(self.refills),
+        }
+        for ending in ("dropped", "cancelled", "voided"):
+            metrics[f"gate/{ending}"] = float(self._endings[ending])
+            if self._endings[ending]:
+                metrics[f"gate/{ending}_tokens_mean"] = self._lengths[ending] / self._endings[ending]
+        metrics |= {f"gate/{name}": float(count) for name, count in self._endings.items() if "/" in name}
+        if self._groups:
+            metrics |= _trained(self._groups, self._without_signal, self.refills)
+        self.__init__()
+        return metrics
+
+
+def _trained(
+    groups: Sequence[tuple[Group, int]], without_signal: Sequence[Trajectory], refills: int
+) -> dict[str, float]:
+    episodes = [*(member for group, _ in groups for member in group.members), *without_signal]
+    ages = [age for _, age in groups]
+    count = len(episodes)
+    flat = sum(not has_signal(group.members) for group, _ in groups) + refills
+    metrics = {
+        "rollout/episodes": float(count),
+        "rollout/return_mean": sum(e.reward for e in episodes) / count,
+        "rollout/success": sum(e.success for e in episodes) / count,
+        "rollout/turns_mean": sum(len(e.turns) for e in episodes) / count,
+        "rollout/tokens_mean": sum(e.num_action_tokens for e in episodes) / count,
+        "rollout/zero_signal_share": flat / (len(groups) + refills),
+        "rollout/context_truncated": float(sum(e.reason == "context" for e in episodes)),
+        "rollout/aborted_turns": sum(e.metrics.get("aborted_turns", 0.0) for e in episodes),
+        "staleness/mean": sum(ages) / len(ages),
+        "staleness/max": float(max(ages)),
+    }
+    for age in range(max(ages) + 1):
+        metrics[f"staleness/hist_{age}"] = ages.count(age) / len(ages)
+    return metrics

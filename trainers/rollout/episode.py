@@ -1,0 +1,239 @@
+"""One episode: observation, answer, action, and so on, recorded token by token.
+
+Invariant: the engine is always given exactly the concatenation of what was recorded before (``prompt_ids`` and
+``action_ids``, turn after turn, then this turn's prompt), so that the record is what the engine saw and produced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from agentkit.config import RunConfig
+from agentkit.errors import ConfigError, EngineError
+from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
+from agentkit.trainers.rollout.hosts import EnvHandle
+from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.source import EnvSource
+from agentkit.types import IntArray, Trajectory, Turn
+
+_NOTHING: IntArray = np.empty(0, np.int32)
+_MAX_ABORTS = 100
+"""Regenerations of one turn, after which the engine is held to be broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """What is the same for all episodes of a run."""
+
+    source: EnvSource
+    max_tokens: int
+    """Most tokens of one answer."""
+    max_context: int
+    """Tokens of the longest sequence that the engine serves."""
+    temperature: float
+    format_penalty: float
+    seed: int
+    """The run's seed, from which every request's sampling seed follows."""
+    stream: int = 0
+    """Tells uses apart (training 0, evaluation 1), so that they share neither sessions nor random numbers."""
+
+    @classmethod
+    def of(cls, config: RunConfig, source: EnvSource) -> EpisodeRules:
+        """Those of a run's training episodes."""
+        return cls(
+            source=source,
+            max_tokens=config.rollout.max_tokens,
+            max_context=config.engine.max_context,
+            temperature=config.rollout.temperature,
+            format_penalty=config.env.format_penalty,
+            seed=config.seed,
+        )
+
+
+def system_message(instructions: str, parser: ActionParser) -> str:
+    """The rules of the environment and how to answer: the system message of every episode."""
+    return f"{instructions.strip()}\n\n{parser.instructions}" if instructions.strip() else parser.instructions
+
+
+def invalid_answer_message(observation: str, parser: ActionParser) -> str:
+    """What the model sees after an answer without a valid format: the environment has not moved."""
+    return f"Your answer had no valid format. {parser.instructions}\n{observation}"
+
+
+class Acted(NamedTuple):
+    """Where an answer has led."""
+
+    observation: str
+    """What the environment said last."""
+    shown: str
+    """What the model sees next: that, or what was wrong with its answer."""
+    terminated: bool
+    truncated: bool
+
+
+async def act(
+    env: EnvHandle, trajectory: Trajectory, turn: Turn, observation: str, parser: ActionParser, format_penalty: float
+) -> Acted:
+    """Carry out the answer of ``turn``; its reward, validity and time, and the success, are written down.
+
+    ``observation`` is what the environment said last, which stands when the answer names no action. Raises
+    ``EnvError``.
+    """
+    terminated = truncated = False
+    if turn.actions:
+        start = time.perf_counter()
+        result = await env.act(turn.actions)
+        turn.env_s += time.perf_counter() - start
+        observation, turn.reward, terminated, truncated, trajectory.success, turn.valid = result
+        shown = observation
+    else:
+        shown = invalid_answer_message(observation, parser)
+    if not turn.valid:
+        turn.reward += format_penalty
+    return Acted(observation, shown, terminated, truncated)
+
+
+class TokenBuffer:
+    """A growing int32 sequence. Views that were handed out stay as they were."""
+
+    __slots__ = ("_data", "size")
+
+    def __init__(self) -> None:
+        self._data = np.empty(256, np.int32)
+        self.size = 0
+
+    def extend(self, ids: IntArray) -> None:
+        size = self.size + len(ids)
+        if size > len(self._data):
+            grown = np.empty(max(size, 2 * len(self._data)), np.int32)
+            grown[: self.size] = self._data[: self.size]
+            self._data = grown
+        self._data[self.size : size] = ids
+        self.size = size
+
+    def view(self) -> IntArray:
+        return self._data[: self.size]
+
+
+def turn_seeds(run_seed: int, key: tuple[int, ...], turns: int) -> list[int]:
+    """One sampling seed a turn, 63 bits each: a request's randomness depends on what it is, not on when it comes.
+
+    ``key`` names the episode. More turns give the same seeds and further ones.
+    """
+    sequence = np.random.SeedSequence(run_seed, spawn_key=key)
+    return (sequence.generate_state(turns, np.uint64) >> np.uint64(1)).tolist()
+
+
+class Player:
+    """Plays episodes; holds nothing of any one of them."""
+
+    def __init__(
+        self, engine: InferenceEngine, renderer: ChatRenderer, parser: ActionParser, rules: EpisodeRules
+    ) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self.parser = parser
+        self.rules = rules
+        self._system = system_message(rules.source.instructions, parser)
+
+    async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
+        """Play one episode in ``env`` and write it into ``trajectory`` as it goes.
+
+        Raises ``EnvError`` (the episode is void; what was played so far stays recorded), ``EngineError``, or
+        ``ConfigError`` if not even the first prompt fits into the context.
+        """
+        rules, tokens, begun = self.rules, TokenBuffer(), time.perf_counter()
+        key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
+        session = ".".join(map(str, key))
+        seeds: list[int] = []
+        try:
+            observation = await env.reset(trajectory.seed)
+            waited = time.perf_counter() - begun
+            prompt = self.renderer.first(self._system, observation)
+            shown = observation
+            while True:
+                number = len(trajectory.turns)
+                room = rules.max_context - tokens.size - len(prompt)
+                if room < rules.max_tokens and (number or room < 1):
+                    self._outgrown(trajectory, prompt, room)
+                    return
+                if number == len(seeds):
+                    seeds = turn_seeds(rules.seed, key, 2 * number or min(rules.source.max_turns, 64))
+                tokens.extend(prompt)
+                turn = await self._answer(trajectory, tokens, min(rules.max_tokens, room), seeds[number], session)
+                turn.prompt_ids, turn.observation, turn.env_s = prompt, shown, waited
+                trajectory.turns.append(turn)
+                waited = 0.0
+                step = await act(env, trajectory, turn, observation, self.parser, rules.format_penalty)
+                observation, shown = step.observation, step.shown
+                if step.terminated:
+                    trajectory.outcome = "terminated"
+                    return
+                closed = int(turn.action_ids[-1]) == self.renderer.end_of_turn
+                prompt = self.renderer.next(shown, closed=closed)
+                if step.truncated or number + 1 >= rules.source.max_turns:
+                    room = rules.max_context - tokens.size - len(prompt)
+                    _truncate(trajectory, "env" if step.truncated else "max_turns", prompt, room)
+                    return
+        finally:
+            trajectory.duration_s = time.perf_counter() - begun
+            with contextlib.suppress(EngineError):
+                await self.engine.abort(session)
+
+    async def _answer(
+        self, trajectory: Trajectory, tokens: TokenBuffer, max_tokens: int, seed: int, session: str
+    ) -> Turn:
+        """One answer to ``tokens``, which it is appended to; its prompt and its outcome are not known here."""
+        sampling = Sampling(max_tokens, temperature=self.rules.temperature, stop_ids=self.renderer.stop_ids, seed=seed)
+        start = time.perf_counter()
+        generation = await self._generate(trajectory, tokens.view(), sampling, session)
+        elapsed = time.perf_counter() - start
+        tokens.extend(generation.ids)
+        response = self.renderer.decode(generation.ids)
+        answer = self.parser.parse(response)
+        return Turn(
+            prompt_ids=_NOTHING,
+            action_ids=generation.ids,
+            action_logprobs=generation.logprobs,
+            versions=generation.versions,
+            finish_reason=generation.finish_reason,
+            response=response,
+            actions=answer.actions,
+            valid=answer.valid,
+            generate_s=elapsed,
+        )
+
+    async def _generate(
+        self, trajectory: Trajectory, prompt_ids: IntArray, sampling: Sampling, session: str
+    ) -> Generation:
+        """An answer that was not interrupted: generated again as often as a weight update cuts it off."""
+        for _ in range(_MAX_ABORTS):
+            generation = await self.engine.generate(prompt_ids, sampling, session=session)
+            if generation.finish_reason != "abort":
+                if not len(generation.ids):
+                    raise EngineError(f"the engine gave an empty answer (finish_reason={generation.finish_reason!r})")
+                return generation
+            trajectory.metrics["aborted_turns"] = trajectory.metrics.get("aborted_turns", 0.0) + 1
+        raise EngineError(f"the engine aborted one turn {_MAX_ABORTS} times: it does not come out of its pause")
+
+    def _outgrown(self, trajectory: Trajectory, prompt: IntArray, room: int) -> None:
+        if not trajectory.turns:
+            raise ConfigError(
+                f"the first prompt of {trajectory.env_id} (seed {trajectory.seed}) has {len(prompt)} tokens, which "
+                f"leaves no room for an answer in engine.max_context={self.rules.max_context}: raise it"
+            )
+        _truncate(trajectory, "context", prompt, room)
+
+
+def _truncate(trajectory: Trajectory, reason: str, prompt: IntArray, room: int) -> None:
+    """End at ``prompt``, the observation that nobody answers; a critic bootstraps there if it fits (``room >= 0``)."""
+    trajectory.outcome = "truncated"
+    trajectory.reason = reason
+    if room >= 0:
+        trajectory.final_ids = prompt

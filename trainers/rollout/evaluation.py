@@ -1,0 +1,137 @@
+"""Play episodes to measure a policy, apart from training.
+
+Invariant: success rate and means are over episodes whose environment worked; the others are counted beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentkit.config import RunConfig, attempts
+from agentkit.errors import EnvError, EnvFailureBudgetExceeded
+from agentkit.trainers.inference.base import InferenceEngine
+from agentkit.trainers.inference.openai import ChatEndpoint
+from agentkit.trainers.rollout.chat import ChatPlayer
+from agentkit.trainers.rollout.episode import EpisodeRules, Player
+from agentkit.trainers.rollout.hosts import EnvPool
+from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.source import EnvSource
+from agentkit.types import Trajectory
+
+_EVALUATION_STREAM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What ``evaluate`` measured."""
+
+    success: float
+    return_mean: float
+    turns_mean: float
+    episodes: int
+    """Episodes that the means are over."""
+    failures: int
+    """Episodes without a result, because their environment failed however often it was tried."""
+    trajectories: tuple[Trajectory, ...]
+    """All of them in the order of ``seeds``, voided ones included."""
+
+
+async def evaluate(
+    config: RunConfig,
+    engine: InferenceEngine,
+    renderer: ChatRenderer,
+    parser: ActionParser,
+    seeds: Sequence[int],
+    *,
+    temperature: float,
+    concurrency: int | None = None,
+) -> EvalResult:
+    """One episode of ``config.env`` for each of ``seeds``; ``temperature`` 0 is greedy.
+
+    At most ``concurrency`` at a time; by default twice what the engine computes at once, so that it never waits for
+    environments. Failed environments are retried as in training.
+
+    Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and what the engine raises.
+    """
+    player = Player(engine, renderer, parser, _rules(config, temperature))
+    return await _play_all(player, seeds, concurrency or 2 * config.engine.max_batch, attempts(config))
+
+
+async def evaluate_endpoint(
+    config: RunConfig,
+    endpoint: ChatEndpoint,
+    parser: ActionParser,
+    seeds: Sequence[int],
+    *,
+    temperature: float,
+    concurrency: int | None = None,
+) -> EvalResult:
+    """``evaluate`` for a model behind a chat endpoint, at most ``engine.max_batch`` episodes at a time by default."""
+    player = ChatPlayer(endpoint, parser, _rules(config, temperature))
+    return await _play_all(player, seeds, concurrency or config.engine.max_batch, attempts(config))
+
+
+def _rules(config: RunConfig, temperature: float) -> EpisodeRules:
+    rules = EpisodeRules.of(config, EnvSource.of(config.env))
+    return replace(rules, temperature=temperature, stream=_EVALUATION_STREAM)
+
+
+async def _play_all(player: Player | ChatPlayer, seeds: Sequence[int], concurrency: int, attempts: int) -> EvalResult:
+    pool = EnvPool(player.rules.source)
+    queue = list(enumerate(seeds))[::-1]
+    played: dict[int, Trajectory] = {}
+
+    async def worker() -> None:
+        while queue:
+            index, task_seed = queue.pop()
+            played[index] = await _one(player, pool, index, task_seed, attempts)
+
+    workers = [asyncio.ensure_future(worker()) for _ in range(min(concurrency, len(queue)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        await pool.close()
+    return _result([played[index] for index in range(len(seeds))])
+
+
+async def _one(player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int, attempts: int) -> Trajectory:
+    for attempt in range(attempts):
+        trajectory = Trajectory(index, 0, player.rules.source.id, seed, version_started=0, attempt=attempt)
+        env = pool.acquire(fresh=attempt > 0)
+        try:
+            await player.play(trajectory, env)
+        except EnvError as error:
+            pool.release(env, failed=True)
+            trajectory.outcome, trajectory.success = "voided", False
+            trajectory.reason = f"{type(error).__name__}: {error}"
+        except BaseException:
+            pool.release(env)
+            raise
+        else:
+            pool.release(env)
+            if versions := trajectory.turns[0].versions:  # an endpoint's are unknown
+                trajectory.version_started = versions[0][0]
+            return trajectory
+    return trajectory  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _result(trajectories: Sequence[Trajectory]) -> EvalResult:
+    valid = [trajectory for trajectory in trajectories if trajectory.outcome != "voided"]
+    if not valid:
+        reason = trajectories[-1].reason if trajectories else "no seeds were given"
+        raise EnvFailureBudgetExceeded(f"none of {len(trajectories)} evaluation episodes has a result: {reason}")
+    count = len(valid)
+    return EvalResult(
+        success=sum(trajectory.success for trajectory in valid) / count,
+        return_mean=sum(trajectory.reward for trajectory in valid) / count,
+        turns_mean=sum(len(trajectory.turns) for trajectory in valid) / count,
+        episodes=count,
+        failures=len(trajectories) - count,
+        trajectories=tuple(trajectories),
+    )

@@ -1,0 +1,50 @@
+"""When so many environments fail that training on the rest would be training on a biased rest.
+
+Invariant: the run stops only on a share of *recent* episodes, those still running counted as sound: environments that
+fail at once finish before all others, and must not look like the majority for that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from agentkit.errors import EnvError, EnvFailureBudgetExceeded
+
+_MIN_FAILURES = 20
+"""Fewer are bad luck."""
+
+
+class FailureBudget:
+    """Counts the last ``window`` episodes that ended, by the kind of error."""
+
+    def __init__(self, max_share: float, window: int) -> None:
+        self._max_share = max_share
+        self._recent: deque[EnvError | None] = deque(maxlen=window)
+        self._failures = 0
+
+    def record(self, error: EnvError | None, *, running: int) -> None:
+        """Note an episode that ended, with its environment's error if it failed; ``running``: those still under way.
+
+        Raises ``EnvFailureBudgetExceeded`` with counts and an example of each kind.
+        """
+        if len(self._recent) == self._recent.maxlen:
+            self._failures -= self._recent[0] is not None
+        self._recent.append(error)
+        if error is None:
+            return
+        self._failures += 1
+        share = self._failures / (len(self._recent) + running)
+        hopeless = self._failures == self._recent.maxlen
+        if self._failures >= _MIN_FAILURES and (share > self._max_share or hopeless):
+            raise EnvFailureBudgetExceeded(self._report())
+
+    def _report(self) -> str:
+        failed = [error for error in self._recent if error is not None]
+        kinds = Counter(type(error).__name__ for error in failed)
+        examples = {type(error).__name__: error for error in failed}
+        lines = "; ".join(f"{count} x {kind}, the last: {examples[kind]}" for kind, count in kinds.most_common())
+        return (
+            f"{len(failed)} of the last {len(self._recent)} episodes had a failing environment, more than "
+            f"rollout.max_failure_share={self._max_share:g} allows: {lines}. Try it alone with `agentkit env check`; "
+            "raise env.step_timeout or env.reset_timeout if it is merely slow"
+        )

@@ -1,0 +1,302 @@
+"""Where environments live: in the event loop, in threads, in processes; and the pool that they are taken from.
+
+Invariant: every call to an environment ends, with a checked result or with an ``EnvError``, within its timeout (an
+inline environment cannot be interrupted: it is told off afterwards); what did not end is thrown away, never reused,
+and never delays the exit of the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentkit.errors import EnvError, EnvTimeout
+from agentkit.trainers.rollout.contract import (
+    TurnResult,
+    check_reset,
+    crashed,
+    run_actions,
+    run_actions_async,
+    run_reset,
+)
+from agentkit.trainers.rollout.processes import CLOSE_TIMEOUT, Nursery, ProcessEnv
+from agentkit.trainers.rollout.sandboxes import ReplayedEnv, SandboxEnv, new_house
+from agentkit.trainers.rollout.source import EnvSource, Where
+
+if TYPE_CHECKING:
+    from agentkit.envs.house import House
+
+
+class EnvHandle(Protocol):
+    """One environment, wherever it is. One call at a time; after an ``EnvError`` only ``close``."""
+
+    @property
+    def busy(self) -> bool:
+        """A call has not ended, and perhaps never will."""
+        ...
+
+    async def reset(self, seed: int) -> str: ...
+
+    async def act(self, actions: Sequence[str]) -> TurnResult: ...
+
+    async def close(self) -> None:
+        """Let go of it; bounded in time, never raises."""
+        ...
+
+
+class InlineEnv:
+    """An environment that answers at once, called in the event loop."""
+
+    busy = False
+
+    def __init__(self, source: EnvSource) -> None:
+        self._source = source
+        self._env: Any = None
+
+    async def reset(self, seed: int) -> str:
+        start = time.perf_counter()
+        if self._env is None:
+            self._env = self._source.make()
+        observation = run_reset(self._env, seed)
+        self._check(start, "reset", self._source.reset_timeout)
+        return observation
+
+    async def act(self, actions: Sequence[str]) -> TurnResult:
+        start = time.perf_counter()
+        result = run_actions(self._env, actions)
+        self._check(start, "step", self._source.step_timeout * len(actions))
+        return result
+
+    async def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            with contextlib.suppress(Exception):
+                env.close()
+
+    @staticmethod
+    def _check(start: float, call: str, timeout: float) -> None:
+        if time.perf_counter() - start > timeout:
+            raise EnvTimeout(
+                f"{call} took {time.perf_counter() - start:.1f} s, more than {timeout:g} s, and nothing else ran "
+                "meanwhile; set env.concurrency to thread or process"
+            )
+
+
+class AsyncEnv:
+    """An environment whose methods are coroutines."""
+
+    def __init__(self, source: EnvSource) -> None:
+        self._source = source
+        self._env: Any = None
+        self.busy = False
+
+    async def reset(self, seed: int) -> str:
+        return await self._call(self._reset(seed), "reset", self._source.reset_timeout)
+
+    async def act(self, actions: Sequence[str]) -> TurnResult:
+        timeout = self._source.step_timeout * len(actions)
+        return await self._call(run_actions_async(self._env, actions), "step", timeout)
+
+    async def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            with contextlib.suppress(Exception):
+                await _bounded(env.close(), "close", CLOSE_TIMEOUT)
+
+    async def _call(self, call: Awaitable[Any], name: str, timeout: float) -> Any:
+        self.busy = True
+        result = await _bounded(call, name, timeout)
+        self.busy = False
+        return result
+
+    async def _reset(self, seed: int) -> str:
+        if self._env is None:
+            self._env = self._source.make()
+        try:
+            result = await self._env.reset(seed=seed)
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise crashed("reset", error) from error
+        return check_reset(result)
+
+
+async def _bounded(call: Awaitable[Any], name: str, timeout: float) -> Any:
+    """Await ``call`` for at most ``timeout`` seconds, even if it swallows its cancellation."""
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:
+        _abandon(task)
+        raise
+    if not task.done():
+        _abandon(task)
+        raise EnvTimeout(f"{name} took longer than {timeout:g} s")
+    return task.result()
+
+
+_abandoned: set[asyncio.Future[Any]] = set()
+"""The event loop itself keeps only weak references to tasks."""
+
+
+def _abandon(task: asyncio.Future[Any]) -> None:
+    def forget(done: asyncio.Future[Any]) -> None:
+        _abandoned.discard(done)
+        if not done.cancelled():
+            done.exception()  # seen, so that nothing is printed about it
+
+    _abandoned.add(task)
+    task.add_done_callback(forget)
+    task.cancel()
+
+
+class ThreadEnv:
+    """A blocking environment in a daemon thread of its own, which is left behind should it hang."""
+
+    def __init__(self, source: EnvSource) -> None:
+        self._source = source
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.busy = False
+
+    async def reset(self, seed: int) -> str:
+        return await self._call("reset", seed, self._source.reset_timeout)
+
+    async def act(self, actions: Sequence[str]) -> TurnResult:
+        return await self._call("step", tuple(actions), self._source.step_timeout * len(actions))
+
+    async def close(self) -> None:
+        if self._thread is None:
+            return
+        if self.busy:
+            self._calls.put(None)  # should it ever come back, it closes its environment and ends
+        else:
+            with contextlib.suppress(EnvError):
+                await self._call("close", None, CLOSE_TIMEOUT)
+        self._thread = None
+
+    async def _call(self, name: str, argument: Any, timeout: float) -> Any:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve_thread, args=(self._source, self._calls), name=f"env-{self._source.id}", daemon=True
+            )
+            self._thread.start()
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Any] = loop.create_future()
+        self.busy = True
+        self._calls.put((name, argument, loop, reply))
+        timer = loop.call_later(timeout, _expire, reply, name, timeout)
+        try:
+            result = await reply
+        except EnvTimeout:
+            raise
+        except EnvError:
+            self.busy = False
+            raise
+        finally:
+            timer.cancel()
+        self.busy = False
+        return result
+
+
+def _expire(reply: asyncio.Future[Any], call: str, timeout: float) -> None:
+    if not reply.done():
+        reply.set_exception(EnvTimeout(f"{call} took longer than {timeout:g} s; its thread was abandoned"))
+
+
+def _settle(reply: asyncio.Future[Any], result: Any, error: EnvError | None) -> None:
+    if reply.done():
+        return
+    if error is not None:
+        reply.set_exception(error)
+    else:
+        reply.set_result(result)
+
+
+def _serve_thread(source: EnvSource, calls: queue.SimpleQueue[Any]) -> None:
+    env: Any = None
+    while True:
+        item = calls.get()
+        if item is None:
+            if env is not None:
+                with contextlib.suppress(Exception):
+                    env.close()
+            return
+        name, argument, loop, reply = item
+        result, failure = None, None
+        try:
+            if name == "reset":
+                if env is None:
+                    env = source.make()
+                result = run_reset(env, argument)
+            elif name == "step":
+                result = run_actions(env, argument)
+            elif env is not None:
+                env.close()
+        except EnvError as error:
+            failure = error
+        except BaseException as error:
+            failure = crashed(name, error)
+        with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
+            loop.call_soon_threadsafe(_settle, reply, result, failure)
+        if name == "close":
+            return
+
+
+class EnvPool:
+    """Environments of one source, made on demand and used again by ``reset`` until one fails."""
+
+    def __init__(self, source: EnvSource) -> None:
+        self.source = source
+        self.replays = 0
+        """Episodes that were brought back so far."""
+        self._idle: list[EnvHandle] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._nursery = Nursery()
+        makers: dict[Where, Callable[[], EnvHandle]] = {
+            "inline": lambda: InlineEnv(source),
+            "async": lambda: AsyncEnv(source),
+            "thread": lambda: ThreadEnv(source),
+            "process": lambda: ProcessEnv(source, self._nursery),
+            "sandbox": lambda: SandboxEnv(source, self._house()),
+        }
+        self._make = makers[source.where]
+        if source.recovery == "replay":
+            self._make = lambda: ReplayedEnv(makers[source.where], self._note_replay)
+        self._houses: list[House] = []
+
+    def acquire(self, *, fresh: bool = False) -> EnvHandle:
+        """An environment to ``reset``; ``fresh``: one that nobody has used before. Starts nothing by itself."""
+        if self._idle and not fresh:
+            return self._idle.pop()
+        return self._make()
+
+    def release(self, handle: EnvHandle, *, failed: bool = False) -> None:
+        """Give one back; what failed, or was interrupted in a call, is closed (killed) instead of kept."""
+        if not failed and not handle.busy:
+            self._idle.append(handle)
+            return
+        task = asyncio.ensure_future(handle.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close everything that was given back. Idempotent."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(handle.close() for handle in idle), *self._closing, return_exceptions=True)
+        await self._nursery.close()
+        while self._houses:
+            await self._houses.pop().close()
+
+    def _house(self) -> House:
+        if not self._houses:
+            self._houses.append(new_house(self.source))
+        return self._houses[0]
+
+    def _note_replay(self) -> None:
+        self.replays += 1

@@ -1,0 +1,317 @@
+"""The rollout loop: one asyncio task an episode, groups through the gate, batches out.
+
+Invariant: every episode that is started ends exactly once, with one call of ``on_episode``: trained on, dropped by the
+gate, cancelled as redundant, or voided because an environment failed. An environment's failure costs a retry, then the
+group; an engine's failure ends the run. Decisions about age are the gate's alone; this module carries them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentkit.config import RunConfig, attempts
+from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded
+from agentkit.trainers.inference.base import InferenceEngine
+from agentkit.trainers.rollout.counters import ZERO_SIGNAL, RolloutCounters, has_signal
+from agentkit.trainers.rollout.episode import EpisodeRules, Player
+from agentkit.trainers.rollout.failures import FailureBudget
+from agentkit.trainers.rollout.garbage import CalmCollector
+from agentkit.trainers.rollout.gate import Gate, Take
+from agentkit.trainers.rollout.hosts import EnvPool
+from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.source import EnvSource
+from agentkit.trainers.rollout.tasks import TaskCursor
+from agentkit.types import Group, Trajectory
+
+Ending = Literal["trained", "dropped", "cancelled", "voided"]
+OnEpisode = Callable[[Trajectory, Ending, str], None]
+"""Called once for every episode that was started: the record, how it ended, and why."""
+
+_CLOSE_TIMEOUT = 30.0
+_SHUTDOWN: tuple[Ending, str] = ("cancelled", "shutdown")
+
+
+@dataclass(slots=True)
+class _GroupRun:
+    """A group under way, or ready."""
+
+    id: int
+    seed: int
+    version: int
+    done: list[Trajectory] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    lost: int = 0
+    """Members that ran out of retries."""
+    verdict: tuple[Ending, str] | None = None
+    """What becomes of members that are still running, once that is decided."""
+
+
+class RolloutLoop:
+    """Gathers batches of groups for one run. Use it from one event loop: ``start``, then ``next_batch`` and
+    ``publish`` in turn, then ``close``. ``next_batch`` may raise whatever ended an episode's task: ``EngineError``,
+    ``ConfigError``, ``EnvFailureBudgetExceeded``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: InferenceEngine,
+        renderer: ChatRenderer,
+        parser: ActionParser,
+        *,
+        on_episode: OnEpisode = lambda trajectory, ending, reason: None,
+    ) -> None:
+        rollout = config.rollout
+        source = EnvSource.of(config.env)
+        self._engine = engine
+        self._rollout = rollout
+        self._attempts = attempts(config)
+        self._deterministic = config.deterministic
+        self._on_episode = on_episode
+        self._pool = EnvPool(source)
+        self._player = Player(
+            engine,
+            renderer,
+            parser,
+            EpisodeRules.of(config, source),
+        )
+        self.gate = Gate(rollout.groups, rollout.async_ratio, extra=rollout.extra_groups, policy=config.gate.policy)
+        self._tasks = TaskCursor(config.env.first_seed, config.env.num_tasks)
+        self._next_group = 0
+        self._groups: dict[int, _GroupRun] = {}
+        self._alive: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._running = False
+        self._failure: BaseException | None = None
+        self._counters = RolloutCounters()
+        self._collector = CalmCollector()
+        members = rollout.group_size + rollout.extra_members
+        self._budget = FailureBudget(rollout.max_failure_share, window=max(100, 4 * self.gate.capacity * members))
+
+    # -- the life of a run ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to play, going on with groups of a restored state first."""
+        self._collector.start()
+        self._running = True
+        for group_id in self.gate.running:
+            self._play(self._groups[group_id])
+        self._admit()
+
+    async def next_batch(self) -> list[Group]:
+        """The groups of this version's training step, by group id, as soon as the gate lets them go."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._deterministic and not self.gate.running:
+                self._refill(sorted(self.gate.ready))
+            take = self.gate.take()
+            if take is not None:
+                return self._consume(take)
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def publish(self, path: Path, version: int) -> None:
+        """Serve the weights in ``path`` as ``version`` from now on; ends the training of the last batch.
+
+        Turns in flight are generated again or go on, as ``rollout.in_flight`` says.
+        """
+        was_running, self._running = self._running, False
+        await self._engine.pause("abort" if self._rollout.in_flight == "retry" else "keep")
+        served = await self._engine.update_weights(path, version)
+        if served != version:
+            raise EngineError(f"the engine serves version {served} after an update to {version}")
+        self.gate.published(version)
+        await self._engine.resume()
+        self._running = was_running
+        self._admit()
+
+    async def close(self) -> None:
+        """Cancel what is under way (it ends as ``cancelled``, reason ``shutdown``) and close every environment.
+
+        Idempotent.
+        """
+        self._running = False
+        for group in list(self._groups.values()):
+            self._end(group, *_SHUTDOWN)
+        if self._alive:  # an engine that ignores its cancellation must not hold up the exit
+            await asyncio.wait(self._alive, timeout=_CLOSE_TIMEOUT)
+        await self._pool.close()
+        self._collector.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts and means since the last call."""
+        replays, self._pool.replays = self._pool.replays, 0
+        recovered = {"rollout/env_replays": float(replays)} if self._pool.source.recovery == "replay" else {}
+        return {**self._counters.snapshot(), **recovered}
+
+    def state(self) -> dict[str, Any]:
+        """Everything to go on from, taken between ``publish`` and ``next_batch``: JSON-able but for ``groups``.
+
+        Groups that are ready are kept whole; those still running are named by id and seed, and played again.
+        """
+        ready = set(self.gate.ready)
+        return {
+            "gate": self.gate.state(),
+            "tasks": self._tasks.position,
+            "next_group": self._next_group,
+            "running": [[group.id, group.seed] for group in self._groups.values() if group.id not in ready],
+            "groups": [_as_group(self._groups[group_id]) for group_id in self.gate.ready],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a ``state``; before ``start``."""
+        if self._running or self._groups:
+            raise RuntimeError("restore a state before start")
+        self.gate.load(state["gate"])
+        started = {int(group_id): int(version) for group_id, version in state["gate"]["started"]}
+        self._tasks.position = int(state["tasks"])
+        self._next_group = int(state["next_group"])
+        for group_id, seed in state["running"]:
+            self._groups[group_id] = _GroupRun(group_id, seed, started[group_id])
+        for group in state["groups"]:
+            self._groups[group.group_id] = _GroupRun(
+                group.group_id, group.seed, group.version_started, done=list(group.members)
+            )
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._running and self.gate.room() > 0:
+            group = _GroupRun(self._next_group, self._tasks.next(), self.gate.version)
+            self._next_group += 1
+            self.gate.start(group.id)
+            self._groups[group.id] = group
+            self._play(group)
+
+    def _play(self, group: _GroupRun) -> None:
+        for member in range(self._rollout.group_size + self._rollout.extra_members):
+            task = asyncio.ensure_future(self._member(group, member))
+            group.tasks.append(task)
+            self._alive.add(task)
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._alive.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            self._running = False
+            self._wake.set()
+
+    def _complete(self, group: _GroupRun) -> None:
+        """Enough members have finished; the rest was redundant."""
+        self._cancel(group, ("cancelled", "redundant_member"))
+        self.gate.finish(group.id)
+        if not self._deterministic:
+            self._refill([group.id])
+        self._wake.set()
+
+    def _refill(self, ready: list[int]) -> None:
+        """Replace those of these ready groups that carry no signal, as far as the step's budget goes."""
+        if not self._rollout.dynamic_sampling:
+            return
+        for group_id in ready:
+            group = self._groups[group_id]
+            if has_signal(group.done) or self._counters.refills >= self._rollout.max_refills * self._rollout.groups:
+                continue
+            self._counters.refills += 1
+            self.gate.remove(group_id)
+            self._end(group, "dropped", ZERO_SIGNAL)
+        self._admit()
+
+    def _consume(self, take: Take) -> list[Group]:
+        for group_id in take.cancelled:
+            self._end(self._groups[group_id], "cancelled", "redundant_group")
+        for group_id in take.dropped:
+            self._end(self._groups[group_id], "dropped", "stale")
+        batch = []
+        for group_id in sorted(take.batch):
+            group = _as_group(self._groups.pop(group_id))
+            self._counters.trained(group, self.gate.staleness(group_id))
+            for trajectory in group.members:
+                self._on_episode(trajectory, "trained", "")
+            batch.append(group)
+        self._admit()
+        return batch
+
+    def _end(self, group: _GroupRun, ending: Ending, reason: str) -> None:
+        """A group leaves unused, with all of its members. The gate knows already."""
+        del self._groups[group.id]
+        self._cancel(group, (ending, reason))
+        for trajectory in group.done:
+            self._report(trajectory, ending, reason)
+
+    def _cancel(self, group: _GroupRun, verdict: tuple[Ending, str]) -> None:
+        group.verdict = verdict
+        current = asyncio.current_task()
+        for task in group.tasks:
+            if task is not current and not task.done():
+                task.cancel()
+        group.tasks.clear()
+
+    # -- members ----------------------------------------------------------------------------------------------------
+
+    async def _member(self, group: _GroupRun, member: int) -> None:
+        """Play one member, in a fresh environment again as long as environments fail and retries last."""
+        source = self._player.rules.source
+        for attempt in range(self._attempts):
+            trajectory = Trajectory(group.id, member, source.id, group.seed, group.version, attempt=attempt)
+            env = self._pool.acquire(fresh=attempt > 0)
+            try:
+                await self._player.play(trajectory, env)
+            except EnvError as error:
+                self._pool.release(env, failed=True)
+                self._void(group, trajectory, error, retried=attempt + 1 < self._attempts)
+                if group.verdict is not None:
+                    return
+            except BaseException:
+                self._pool.release(env)
+                trajectory.outcome, trajectory.reason = "truncated", "interrupted"
+                self._report(trajectory, *(group.verdict or _SHUTDOWN))
+                raise
+            else:
+                self._pool.release(env)
+                self._finish(group, trajectory)
+                return
+        self._lose(group)
+
+    def _finish(self, group: _GroupRun, trajectory: Trajectory) -> None:
+        self._budget.record(None, running=len(self._alive))
+        if group.verdict is not None:
+            self._report(trajectory, *group.verdict)
+            return
+        group.done.append(trajectory)
+        if len(group.done) == self._rollout.group_size:
+            self._complete(group)
+
+    def _void(self, group: _GroupRun, trajectory: Trajectory, error: EnvError, *, retried: bool) -> None:
+        trajectory.outcome, trajectory.success = "voided", False
+        trajectory.reason = f"{type(error).__name__}: {error}"
+        self._counters.failures += 1
+        self._report(trajectory, "voided", type(error).__name__)
+        if isinstance(error, EnvFailureBudgetExceeded):
+            raise error
+        self._budget.record(error, running=len(self._alive))
+        self._counters.retries += retried and group.verdict is None
+
+    def _lose(self, group: _GroupRun) -> None:
+        """A member is out of retries: redundancy makes up for it, or the group is voided and replaced."""
+        group.lost += 1
+        if group.verdict is None and group.lost > self._rollout.extra_members:
+            self.gate.remove(group.id)
+            self._end(group, "voided", "group")
+            self._admit()
+            self._wake.set()
+
+    def _report(self, trajectory: Trajectory, ending: Ending, reason: str) -> None:
+        self._counters.ended(trajectory, ending, reason)
+        self._on_episode(trajectory, ending, reason)
+
+
+def _as_group(group: _GroupRun) -> Group:
+    members = sorted(group.done, key=lambda trajectory: trajectory.member)
+    return Group(group.id, group.seed, group.version, members)

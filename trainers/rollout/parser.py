@@ -1,0 +1,81 @@
+"""The one place where the text that a model writes becomes environment actions, and back.
+
+Invariant: ``parse(format(actions))`` gives ``actions``, and an answer whose format is invalid names no action at all.
+Whether an action exists is the environment's business, not the parser's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SEPARATOR = "||"
+"""Between two actions of one answer."""
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was read in a model's text: the actions in order, none when the format was invalid."""
+
+    actions: tuple[str, ...]
+    valid: bool
+
+
+_INVALID = Answer((), valid=False)
+
+
+class ActionParser:
+    """Reads answers of one form.
+
+    ``tagged``: the last ``<answer>…</answer>`` of the text holds the actions, separated by ``||``; anything may precede
+    it (reasoning, say). ``plain``: the whole text, stripped, is one action.
+    """
+
+    def __init__(self, kind: Literal["tagged", "plain"], actions_per_turn: int = 1) -> None:
+        if actions_per_turn < 1:
+            raise ValueError(f"actions_per_turn={actions_per_turn}: an answer holds at least one action")
+        self.kind: Literal["tagged", "plain"] = kind
+        self.actions_per_turn = actions_per_turn if kind == "tagged" else 1
+
+    @property
+    def instructions(self) -> str:
+        """How to answer, for the system message."""
+        if self.kind == "plain":
+            return "Answer with your next action and nothing else."
+        if self.actions_per_turn == 1:
+            return f"End your answer with your next action inside tags: {_OPEN}action{_CLOSE}"
+        return (
+            f"End your answer with your next actions (at most {self.actions_per_turn}) inside tags, separated by "
+            f"{SEPARATOR}: {_OPEN}first {SEPARATOR} second{_CLOSE}"
+        )
+
+    def parse(self, text: str) -> Answer:
+        """The answer in ``text``. Too many actions, an empty one, or no closed tag make the format invalid."""
+        if self.kind == "plain":
+            action = text.strip()
+            return Answer((action,), valid=True) if action else _INVALID
+        start = text.rfind(_OPEN)
+        end = text.find(_CLOSE, start) if start >= 0 else -1
+        if end < 0:
+            return _INVALID
+        actions = tuple(part.strip() for part in text[start + len(_OPEN) : end].split(SEPARATOR))
+        if len(actions) > self.actions_per_turn or not all(actions):
+            return _INVALID
+        return Answer(actions, valid=True)
+
+    def format(self, actions: Sequence[str]) -> str:
+        """The canonical answer text for ``actions``; the target of imitation. Raises ``ValueError`` if none exists."""
+        actions = tuple(actions)
+        if self.kind == "plain":
+            text = actions[0] if len(actions) == 1 else ""
+        else:
+            text = f"{_OPEN}{f' {SEPARATOR} '.join(actions)}{_CLOSE}"
+        if self.parse(text) != Answer(actions, valid=True):
+            raise ValueError(
+                f"no {self.kind} answer of at most {self.actions_per_turn} action(s) reads back as {list(actions)}: "
+                "there are too many or too few, or one is empty, padded with spaces, or holds a tag or the separator"
+            )
+        return text

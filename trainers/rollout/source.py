@@ -1,0 +1,139 @@
+"""An environment as configured, before any is made.
+
+Invariant: what this reads from the registry suffices for a run, so that a misconfigured environment is refused before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentkit import registry
+from agentkit.config import EnvConfig
+from agentkit.envs.recovery import Recovery
+from agentkit.errors import ConfigError
+from agentkit.trainers.rollout.contract import crashed
+
+if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
+    from agentkit.envs.placement import Placement
+
+Where = Literal["inline", "thread", "process", "async", "sandbox"]
+
+
+@dataclass(frozen=True)
+class EnvSource:
+    """An environment as configured: its class, its arguments, where it runs and what it may take."""
+
+    id: str
+    cls: type[Any] | None
+    """None in a sandbox, whose code is not imported here."""
+    kwargs: dict[str, Any]
+    where: Where
+    instructions: str
+    max_turns: int
+    actions_per_turn: int
+    step_timeout: float
+    reset_timeout: float
+    has_expert: bool = False
+    recovery: Recovery = "retry"
+    placement: Placement | None = None
+    """For a sandbox: which one, and what runs there."""
+    share: int = 1
+    """Most environments in one sandbox."""
+
+    @classmethod
+    def of(cls, config: EnvConfig) -> EnvSource:
+        """Read the registry, or ask a sandbox. Raises ``RegistryError``, ``ConfigError``, ``SandboxError`` or
+        ``EnvError`` before any episode begins."""
+        if config.sandbox != "none":
+            return cls._in_sandbox(config)
+        spec = registry.entry(config.id).load()
+        env: Any = spec.entry_point
+        kwargs = {**spec.kwargs, **config.kwargs}
+        registry.check_arguments(config.id, env, kwargs)
+        asynchronous = inspect.iscoroutinefunction(env.step)
+        if asynchronous and config.concurrency not in (None, "inline"):
+            raise ConfigError(
+                f"env.concurrency={config.concurrency} does not apply to {config.id}, whose methods are coroutines: "
+                "they are awaited; drop the setting"
+            )
+        source = cls(
+            id=config.id,
+            cls=env,
+            kwargs=kwargs,
+            where="async" if asynchronous else (config.concurrency or env.concurrency),
+            instructions=env.instructions_for(**kwargs),
+            max_turns=config.max_turns or env.max_turns,
+            actions_per_turn=config.actions_per_turn or env.actions_per_turn,
+            step_timeout=config.step_timeout,
+            reset_timeout=config.reset_timeout,
+            has_expert=not asynchronous and env.has_expert(),
+            recovery=config.recovery,
+        )
+        _check_recovery(config, env.deterministic)
+        if source.where == "process":
+            source.importable()
+        return source
+
+    @classmethod
+    def _in_sandbox(cls, config: EnvConfig) -> EnvSource:
+        from agentkit.envs.placement import place
+        from agentkit.envs.sandboxed import describe
+
+        placement = place(config.id, config.kwargs, config.sandbox, config.sandbox_spec)
+        said = describe(placement)
+        _check_recovery(config, said.deterministic)
+        return cls(
+            id=config.id,
+            cls=None,
+            kwargs=config.kwargs,
+            where="sandbox",
+            instructions=said.instructions,
+            max_turns=config.max_turns or said.max_turns,
+            actions_per_turn=config.actions_per_turn or said.actions_per_turn,
+            step_timeout=config.step_timeout,
+            reset_timeout=config.reset_timeout,
+            has_expert=said.has_expert,
+            recovery=config.recovery,
+            placement=placement,
+            share=config.sandbox_share,
+        )
+
+    def make(self) -> Any:
+        """An environment, in this process or behind a sandbox of its own. Raises ``EnvCrashed``, ``SandboxError``."""
+        if self.placement is not None:
+            where = self.placement
+            return registry.make(self.id, sandbox=where.backend, sandbox_spec=where.spec, **self.kwargs)
+        assert self.cls is not None
+        try:
+            return self.cls(**self.kwargs)
+        except (Exception, SystemExit) as error:
+            raise crashed("making the environment", error) from error
+
+    def importable(self) -> tuple[str, str, dict[str, Any], str | None]:
+        """How another process finds the class: module, qualified name, arguments, and the script to load it from.
+
+        Raises ``ConfigError`` for a class that cannot be imported elsewhere.
+        """
+        assert self.cls is not None
+        module, qualname = self.cls.__module__, self.cls.__qualname__
+        main_path = None
+        if module == "__main__":
+            main_path = getattr(sys.modules["__main__"], "__file__", None)
+        if "<locals>" in qualname or (module == "__main__" and main_path is None):
+            raise ConfigError(
+                f"{self.id} ({module}.{qualname}) cannot run in a process of its own, since its class cannot be "
+                "imported there: move it to the top level of a module, or set env.concurrency to thread or inline"
+            )
+        return module, qualname, self.kwargs, main_path
+
+
+def _check_recovery(config: EnvConfig, deterministic: bool) -> None:
+    if config.recovery == "replay" and not deterministic:
+        raise ConfigError(
+            f"env.recovery=replay and {config.id} contradict: it declares that the same seed and actions need not give "
+            "the same episode; set env.recovery to retry or void"
+        )
