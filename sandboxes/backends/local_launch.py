@@ -100,10 +100,10 @@ def launch(cage: Cage, state: LocalState, directory: Path) -> tuple[subprocess.P
         try:
             if state.group is not None:
                 state.group.add(main.pid)
-        except ProcessLookupError:  # it met a problem, and has ended
+            os.write(gate_writer, b"\n")
+        except (ProcessLookupError, BrokenPipeError):  # it met a problem, and has ended
             process.wait(_END)
             raise _not_set_up(state.id) from None
-        os.write(gate_writer, b"\n")
         return process, main
     except BaseException:
         if process is not None:

@@ -18,7 +18,7 @@ from agentkit.sandboxes import Process, Sandbox, Shell, SyncSandbox
 from agentkit.sandboxes.files import Files
 from agentkit.sandboxes.sync import SyncFiles, SyncProcess, SyncShell
 
-NOT_FOR_CALLERS = {"call", "working", "note_result", "watch", "start"}
+NOT_FOR_CALLERS = {"call", "working", "note_result", "watch", "start", "note_slowness"}
 """Public between the modules of the package, not beyond it."""
 PAIRS = [(Sandbox, SyncSandbox), (Files, SyncFiles), (Shell, SyncShell), (Process, SyncProcess)]
 
