@@ -6,27 +6,44 @@ Invariant: a file appears under its name only when it is complete and on the dis
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentkit.errors import CheckpointError
+from agentkit.errors import CheckpointError, RunDirectoryError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever way a library says that ``path`` cannot be written becomes ``RunDirectoryError``."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save says RuntimeError of a full disk
+        raise RunDirectoryError(
+            f"{path} cannot be written ({error}): make room, then continue from the last checkpoint with --resume"
+        ) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then move it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Let ``write`` fill a temporary file beside ``path``, then move it there.
+
+    Raises ``RunDirectoryError`` when it cannot be written; what stood at ``path`` stays.
+    """
     # Always the same name, and one writer of a path: what a kill leaves behind is overwritten by the next write.
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

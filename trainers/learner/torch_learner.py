@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, LearnerError
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.learner.files import read_state, write_state, write_weights
+from agentkit.trainers.learner.files import read_state, write_state, write_weights, writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
 
@@ -122,8 +122,9 @@ class Learner:
     def _export(self, directory: Path) -> None:
         policy = self._ready.policy
         if self._rank == 0:
-            policy.causal_lm.save_pretrained(directory, state_dict=policy.merged_state_dict())
-            load_tokenizer(self._config.model.path).save_pretrained(directory)
+            with writing(directory):
+                policy.causal_lm.save_pretrained(directory, state_dict=policy.merged_state_dict())
+                load_tokenizer(self._config.model.path).save_pretrained(directory)
 
     def _save(self, directory: Path) -> None:
         training = self._ready

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import struct
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentkit.config import RunConfig
-from agentkit.errors import CheckpointError, LearnerError
+from agentkit.errors import CheckpointError, LearnerError, RunDirectoryError
 from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.inference.base import Sampling
 from agentkit.trainers.inference.hf import HFEngine
@@ -249,21 +250,22 @@ async def test_life_cycle_errors(configure, make_batch, monkeypatch):
         await learner.start()
 
 
-async def test_a_failed_write_leaves_the_old_weights(configure, tmp_path, monkeypatch):
+async def test_a_failed_write_says_so_and_leaves_the_old_weights(configure, tmp_path):
     learner = Learner(configure())
     await learner.start()
     path = tmp_path / "w.safetensors"
     await learner.publish(path, 1)
     old = path.read_bytes()
-
-    def fail(*args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("agentkit.trainers.learner.files.os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        await learner.publish(path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # to the libraries, what a full disk is
+    try:
+        for write in (learner.publish(path, 2), learner.save(tmp_path / "save"), learner.export(tmp_path / "export")):
+            with pytest.raises(RunDirectoryError, match=r"cannot be written .*: make room"):
+                await write
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == old
-    assert list(tmp_path.iterdir()) == [path]
+    assert not list(tmp_path.rglob("*.partial"))
     header = json.loads(old[8 : 8 + struct.unpack("<Q", old[:8])[0]])
     assert header["__metadata__"]["version"] == "1"
     await learner.close()
