@@ -2,11 +2,11 @@
 
     python -m benchmarks.learning                       # everything: 3 settings, 3 seeds, async ratio 0 and 1
     python -m benchmarks.learning --only frozen_lake --seeds 1
-    python -m benchmarks.learning --report              # only the table and the plot, from the results so far
+    python -m benchmarks.learning --report              # only the table and the plots, from the results so far
 
 Every run is an ordinary `agentkit run`, in a process of its own; ``--jobs`` of them at a time. A run that is there
 already is not repeated, so that the benchmark can be interrupted. Results: ``runs/learning/results.json``,
-``docs/results/learning.md`` (the table) and ``docs/results/learning.svg`` (the plot).
+``docs/results/learning.md`` (the table) and one plot a setting beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one or two cores each")
     parser.add_argument("--only", choices=[setting.name for setting in SETTINGS])
-    parser.add_argument("--report", action="store_true", help="only write table and plot from what is there")
+    parser.add_argument("--report", action="store_true", help="only write table and plots from what is there")
     arguments = parser.parse_args()
     chosen = [setting for setting in SETTINGS if arguments.only in (None, setting.name)]
     if not arguments.report:

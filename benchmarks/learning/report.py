@@ -1,10 +1,16 @@
-"""The table and the plot of the learning benchmark, from its results alone."""
+"""The table and the plots of the learning benchmark.
+
+Invariant: what is written about a setting comes from this run's results alone; a setting that this run has no results
+of keeps the rows and the plot that are there.
+"""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
 from typing import Any
+
+from benchmarks.learning.settings import SETTINGS
 
 HEADER = (
     "| setting | async ratio | random | expert | imitated | after RL | gap closed | share of expert | s / run |\n"
@@ -17,17 +23,30 @@ Written by `python -m benchmarks.learning`. Success on test tasks: the mean, and
 when the expert's success is reached.
 
 {table}
-![Success in training, averaged over five steps](learning.svg)
+Success in training, averaged over five steps:
+
+{plots}
 """
 
 
 def write_report(results: list[dict[str, Any]], directory: Path) -> str:
-    """Write ``learning.md`` and ``learning.svg`` into ``directory``; returns the table."""
+    """Write ``learning.md`` and a plot for each result into ``directory``; returns the table."""
     directory.mkdir(parents=True, exist_ok=True)
-    table = HEADER + "".join(row for result in results for row in _rows(result))
-    (directory / "learning.md").write_text(PAGE.format(table=table))
-    _plot(results, directory / "learning.svg")
+    page = directory / "learning.md"
+    rows = _known_rows(page) | {result["title"]: _rows(result) for result in results}
+    table = HEADER + "".join(row for setting in SETTINGS for row in rows.get(setting.title, ()))
+    for result in results:
+        _plot(result, directory / f"learning_{result['name']}.svg")
+    plots = [f"![{s.title}](learning_{s.name}.svg)" for s in SETTINGS if s.title in rows]
+    page.write_text(PAGE.format(table=table, plots="\n".join(plots)))
     return table
+
+
+def _known_rows(page: Path) -> dict[str, list[str]]:
+    """The rows that a page has already, by the setting in their first cell."""
+    lines = page.read_text().splitlines(keepends=True) if page.exists() else []
+    rows = {setting.title: [line for line in lines if line.startswith(f"| {setting.title} |")] for setting in SETTINGS}
+    return {title: found for title, found in rows.items() if found}
 
 
 def _rows(result: dict[str, Any]) -> list[str]:
@@ -60,24 +79,23 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.1%} ({min(values):.1%} – {max(values):.1%}, n={len(values)})"
 
 
-def _plot(results: list[dict[str, Any]], path: Path) -> None:
+def _plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, max(len(results), 1), figsize=(5 * max(len(results), 1), 3.4), squeeze=False)
-    for axis, result in zip(axes[0], results, strict=False):
-        for runs in result["seeds"].values():
-            for ratio, run in runs.items():
-                colour = "tab:blue" if float(ratio) == 0 else "tab:orange"
-                axis.plot(_smooth(run["curve"]), color=colour, alpha=0.7, label=f"async ratio {ratio}")
-        axis.axhline(result["expert"], color="tab:green", linestyle="--", label="expert")
-        axis.axhline(result["random"], color="tab:gray", linestyle=":", label="random")
-        axis.set(title=result["title"], xlabel="training step", ylabel="success in training", ylim=(0, 1.02))
-        handles, labels = axis.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        axis.legend(unique.values(), unique.keys(), fontsize=7, loc="lower right")
+    figure, axis = pyplot.subplots(figsize=(5, 3.4))
+    for runs in result["seeds"].values():
+        for ratio, run in runs.items():
+            colour = "tab:blue" if float(ratio) == 0 else "tab:orange"
+            axis.plot(_smooth(run["curve"]), color=colour, alpha=0.7, label=f"async ratio {ratio}")
+    axis.axhline(result["expert"], color="tab:green", linestyle="--", label="expert")
+    axis.axhline(result["random"], color="tab:gray", linestyle=":", label="random")
+    axis.set(title=result["title"], xlabel="training step", ylabel="success in training", ylim=(0, 1.02))
+    handles, labels = axis.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axis.legend(unique.values(), unique.keys(), fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
