@@ -199,6 +199,7 @@ def test_eval_asks_an_endpoint_and_loads_no_model() -> None:
     assert "episodes  2 in" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_on_when_it_gets_more_steps(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     result = agentkit("run", "--resume", directory, "steps=2")

@@ -31,6 +31,7 @@ def agentkit(*words: str, stdin: bytes = b"", timeout: float = PATIENCE) -> subp
     return subprocess.run(command, input=stdin, capture_output=True, timeout=timeout, check=False)
 
 
+@pytest.mark.slow
 def test_listing(owner: Owner) -> None:
     assert b"no sandboxes" in agentkit("ls", "--backend", "local").stdout
     mine = owner("local", 2)
@@ -95,6 +96,7 @@ def test_a_sandbox_that_there_is_not(words: list[str]) -> None:
     assert b"Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_clearing_away(owner: Owner) -> None:
     def gc(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         return agentkit("gc", "--backend", "local", *words, stdin=stdin)

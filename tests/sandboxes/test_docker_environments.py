@@ -9,7 +9,7 @@ from agentkit.errors import EnvCrashed, ImageError
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import SandboxSpec
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.slow]  # the image is built first
 
 
 def box_of(env: SandboxedEnv) -> Sandbox:

@@ -433,6 +433,7 @@ class TestRanks:
         assert probe.alive()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_throughput_of_small_calls(spawned: Place) -> None:
     probe = await spawned()

@@ -144,6 +144,7 @@ async def test_deterministic_runs_are_equal_bit_for_bit_and_sharing_weights_chan
     assert sorted(map(tokens, episodes(config.dir, "trained"))) != results[0][0]
 
 
+@pytest.mark.slow
 async def test_a_stop_leaves_a_checkpoint_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     whole, parts = small(tmp_path / "whole", deterministic=True), small(tmp_path / "parts", deterministic=True)
     await go(whole)

@@ -149,6 +149,7 @@ async def test_a_learner_trains_the_same_in_a_process(tmp_path: Path) -> None:
     await check_same_in_a_process(tmp_path)
 
 
+@pytest.mark.slow
 async def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     await check_two_ranks_equal_one(tmp_path)
 
@@ -188,6 +189,7 @@ async def play(engine: Any, weights: Path) -> list[Generation]:
     return results
 
 
+@pytest.mark.slow
 async def test_an_engine_generates_the_same_in_a_process(tmp_path: Path) -> None:
     write_other_weights(tmp_path / "weights.safetensors", 3)
     results = []

@@ -14,6 +14,7 @@ from agentkit.errors import LearnerError
 from agentkit.trainers.learner.ranks import _buckets
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_are_one(configure, make_batch, tmp_path):
     """With a critic, a reference, minibatches and a number of micro-batches that does not divide evenly."""
