@@ -359,8 +359,10 @@ class Living:
             error.args = (f"{error} (the engine: {self._loss})",)
 
     async def _end_seen(self) -> dict[str, Any]:
-        while (seen := await self.backend.inspect(self.id)).state in ("running", "paused"):
+        seen = await self.backend.inspect(self.id)
+        while seen.state in ("running", "paused"):
             await asyncio.sleep(_READY_POLL)
+            seen = await self.backend.inspect(self.id)
         if seen.state == "absent":
             return {"reason": "removed"}
         log = (await self.backend.logs(self.id, _LOG_TAIL)).decode("utf-8", "replace")

@@ -7,17 +7,17 @@ is 1 in virtual time, stretches them. Numbers are those of the list of faults in
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 import pytest
 
-from agentkit.errors import DiskFull, FileTooLarge, LeaseExpired, PathError, SandboxError, SandboxLost
+from agentkit.errors import DiskFull, FileTooLarge, LeaseExpired, PathError, SandboxLost
 from agentkit.sandboxes import Sandbox
 
 
@@ -241,7 +241,8 @@ async def _extend(box: Sandbox, late: float) -> bool:
 async def shows_hostile_files(ground: Ground, rng: random.Random) -> None:
     box = await ground.create()
     await box.exec(
-        "mkdir d; ln -s /etc/passwd d/link; ln -s ../../../../../../etc d/up; mkfifo d/pipe; echo x > d/file", check=True
+        "mkdir d; ln -s /etc/passwd d/link; ln -s ../../../../../../etc d/up; mkfifo d/pipe; echo x > d/file",
+        check=True,
     )
     await box.files.write("d/new\nline", "y")
     await box.files.write("d/..x", "z")
@@ -254,15 +255,15 @@ async def shows_hostile_files(ground: Ground, rng: random.Random) -> None:
         await box.files.read("d/big", limit=limit - 1)
     assert clock.seconds < 5 * ground.patience
     with tempfile.TemporaryDirectory() as host:
-        target = Path(host, "out")
-        left_out = await box.files.download("d", target)
+        left_out = await box.files.download("d", f"{host}/out")
         assert {path.rpartition("/")[2] for path in left_out} == {"link", "up", "pipe"}
-        found = sorted(path.relative_to(host).as_posix() for path in Path(host).rglob("*"))
-        assert found == sorted(["out", "out/file", "out/new\nline", "out/..x", "out/big"])
-        assert not any(path.is_symlink() for path in target.iterdir())
+        with os.scandir(f"{host}/out") as entries:
+            assert {entry.name: entry.is_file(follow_symlinks=False) for entry in entries} == dict.fromkeys(
+                ["file", "new\nline", "..x", "big"], True
+            )
         for path in ("d/pipe", "d/link"):
             with pytest.raises(PathError):
-                await box.files.download(path, Path(host, "other"))
-        with pytest.raises((FileTooLarge, SandboxError)):
-            await box.files.download("d", Path(host, "small"), limit=limit - 1)
-        assert not Path(host, "other").exists()
+                await box.files.download(path, f"{host}/other")
+        with pytest.raises(FileTooLarge):
+            await box.files.download("d", f"{host}/small", limit=limit - 1)
+        assert set(os.listdir(host)) <= {"out", "small"}
