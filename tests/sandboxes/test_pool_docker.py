@@ -353,7 +353,7 @@ LIES = {
     "half a frame, then the end of it never comes": _DONE[:-1],
     "a length beyond all bounds": b"\xff\xff\xff\xff" + _DONE[4:],
     "an answer twice": _DONE * 2,
-    "output without end": wire.encode(wire.Kind.OUTPUT, int.from_bytes(b"IDID", "big"), b"x" * 50_000) * 3,
+    "output without end": wire.encode(wire.Kind.OUTPUT, int.from_bytes(b"IDID", "big"), b"x" * 10_000) * 3,
 }
 
 
@@ -368,10 +368,10 @@ async def test_15_the_agent_speaks_garbage(docker_backend, monkeypatch, lie):
     pretend(b"N" * 32)
     box = await Sandbox.create(SPEC, backend=docker_backend)
     before = psutil.Process().memory_info().rss
-    with pytest.raises(SandboxError) as caught:  # the second answer to one request comes before the second request
-        for _ in range(2):
-            await box.exec("true", timeout=1, output_limit=10_000)
-    assert type(caught.value) in (ProtocolError, SandboxLost)
+    if lie == "an answer twice":
+        assert (await box.exec("true")).ok  # the first one counts
+    with pytest.raises((ProtocolError, SandboxLost)):
+        await box.exec("true", timeout=1, output_limit=10_000)
     assert box.loss is not None
     assert psutil.Process().memory_info().rss - before < 32 << 20
     await box.close()
