@@ -175,8 +175,11 @@ class User:
 
     async def _step(self, process: Any, said: Any, action: str) -> str:
         await process.write(f"{action}\n".encode())
+        answer = b""
         try:
-            return (await asyncio.wait_for(anext(said), 30))[1].decode()
+            while not answer.endswith(b"\n"):
+                answer += (await asyncio.wait_for(anext(said), 30))[1]
+            return answer.decode()
         except (asyncio.TimeoutError, StopAsyncIteration):
             # Starved, or killed for its memory or time: how it ended is told by its result.
             result = await asyncio.wait_for(process.kill(), 30) or await process.wait()
