@@ -94,7 +94,9 @@ async def soak(seconds: float, users: int, seed: int) -> dict[str, Any]:
     tally.check(stats.size == stats.removing == stats.extra == counters.left_behind == 0, f"not empty: {stats}")
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     tally.check(not tasks, f"tasks left: {[str(task)[:200] for task in tasks]}")
-    tally.check(not seconds or tally.ended["exec"]["ok"] >= seconds // 10, f"hardly any work was done: {tally.ended['exec']}")
+    tally.check(
+        not seconds or tally.ended["exec"]["ok"] >= seconds // 10, f"hardly any work was done: {tally.ended['exec']}"
+    )
     return {
         "operations": {name: dict(ended.most_common()) for name, ended in sorted(tally.ended.items())},
         "attacks": dict(nemesis.done),
@@ -119,8 +121,8 @@ def leaks(before: dict[str, Any]) -> list[str]:
         after = holdings()
     found = [f"{name}: {before[name]} before, {after[name]} after" for name in before if before[name] != after[name]]
     client = docker.from_env(timeout=60)
-    labels = {"label": f"{lease.RUN}={lease.current().run}"}
-    found += [f"container {one.name} ({one.status})" for one in client.containers.list(all=True, filters=labels)]
+    left = client.containers.list(all=True, filters={"label": f"{lease.RUN}={lease.current().run}"})
+    found += [f"container {one.name} ({one.status})" for one in left]
     client.close()
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from agentkit.errors import BreakerOpen, PoolExhausted, SandboxError
 from agentkit.sandboxes import ExecResult, Sandbox
 from agentkit.sandboxes.pool import Lease, SandboxPool
-from agentkit.sandboxes.supervisor import Supervised, Supervisor
+from agentkit.sandboxes.supervisor import Recovery, Supervised, Supervisor
 
 T = TypeVar("T")
 
@@ -63,8 +63,9 @@ class Tally:
         start, outcome = clock(), "ok"
         try:
             result = await work
-            if isinstance(result, ExecResult) and not result.ok:
-                outcome = "timed out" if result.timed_out else f"exit {result.exit_code}"
+            ended: Any = result
+            if isinstance(ended, ExecResult) and not ended.ok:
+                outcome = "timed out" if ended.timed_out else f"exit {ended.exit_code}"
             elif name == "exec":
                 self.seconds.append(clock() - start)
             return result
@@ -113,7 +114,7 @@ class User:
                 await self._rng.choice(jobs)(box)
 
     async def _under_supervision(self) -> None:
-        recovery = self._rng.choice(["restart", "replay", "replay", "fail"])
+        recovery: Recovery = self._rng.choice(["restart", "replay", "replay", "fail"])
         supervisor = Supervisor(
             self._pool, recovery=recovery, replicas=int(recovery == "replay" and self._rng.random() < 0.3)
         )
