@@ -15,7 +15,7 @@ from box_cases import CASES
 from docker_boxes import WatchedDocker
 
 from agentkit.errors import SandboxLost
-from agentkit.sandboxes import Resources, Sandbox, SandboxSpec, paths
+from agentkit.sandboxes import Resources, Sandbox, SandboxSpec, living, paths
 from agentkit.sandboxes.backends import virtual_time
 from agentkit.sandboxes.backends.fake import FakeBackend
 
@@ -67,8 +67,9 @@ class Docker:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", NUMBERED)
-async def test_for_real(number: int, docker_backend: WatchedDocker) -> None:
+async def test_for_real(number: int, docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch) -> None:
     ground = Docker(docker_backend)
+    monkeypatch.setattr(living, "_FIND_OUT", 0.5 * ground.patience)
     try:
         await CASES[number](ground, random.Random(number))
     finally:

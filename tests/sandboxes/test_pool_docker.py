@@ -22,7 +22,7 @@ from private_engine import PrivateEngine, may_run_one, private_engine
 from requiring import require
 
 from agentkit.errors import BreakerOpen, PoolExhausted, ProtocolError, SandboxError, SandboxLost, StartTimeout
-from agentkit.sandboxes import agent_config, paths, wire
+from agentkit.sandboxes import agent_config, living, paths, wire
 from agentkit.sandboxes.backends import docker_options
 from agentkit.sandboxes.backends.docker import DockerBackend
 from agentkit.sandboxes.backends.docker_engine import Engine
@@ -106,7 +106,8 @@ async def test_01_killed_while_idle(docker_backend, injector):
 
 
 @pytest.mark.fault(2)
-async def test_02_killed_while_it_works(docker_backend, injector):
+async def test_02_killed_while_it_works(docker_backend, injector, monkeypatch):
+    monkeypatch.setattr(living, "_FIND_OUT", 0.5 * PATIENCE)
     async with (
         pooled(docker_backend, min_idle=1, max_size=3) as pool,
         Supervisor(pool, recovery="replay").run() as box,
