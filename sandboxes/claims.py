@@ -41,9 +41,16 @@ class Claim:
             from agentkit.sandboxes import reaper
 
             # In a thread, since it starts a process; to its end, since drop() must not overtake it.
-            labels |= await finished(asyncio.to_thread(reaper.claim, self._backend, self._id, self._spec.ttl))
+            labels |= await finished(asyncio.to_thread(reaper.claim, self._backend, self._id, None))
         self.labels = labels
         return labels
+
+    async def live(self) -> None:
+        """Its time to live begins: only now, lest it end while a large image is pulled."""
+        if self._needed and self._spec.ttl is not None:
+            from agentkit.sandboxes import records
+
+            await finished(asyncio.to_thread(records.extend, self._id, self._spec.ttl))
 
     async def extend(self, ttl: float | None) -> None:
         """Raises ``LeaseExpired`` if the time has ended already."""

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentkit.errors import EngineUnavailable, InvalidTransition, LeaseExpired, SandboxError, SandboxLost, StartTimeout
 from agentkit.sandboxes import calls
@@ -37,6 +37,9 @@ CALL_TIMEOUT = 60.0
 ENGINE_TIMEOUT = 30.0
 """Seconds that removing, pausing and the like may take."""
 _READY_POLL = 0.05
+_FIND_OUT = 0.5
+"""Seconds that the engine gets to say why a connection ended."""
+_LOG_TAIL = 50
 _RETRY_MOST = 60.0
 
 
@@ -157,6 +160,7 @@ class Living:
         self._adopt(channel)
         await self._restore(self._origin)
         await self._prepare(channel)
+        await self._claim.live()
         self._set_expiry(self.spec.ttl)
         self._become_ready("ready to work")
 
@@ -335,6 +339,10 @@ class Living:
         """An answer within ``limit`` seconds, or the agent counts as dead."""
         try:
             return await asyncio.wait_for(work, limit)
+        except SandboxLost as error:
+            if error.details.get("reason") == "agent_dead" and channel is self._channel:
+                await self._find_out(error)
+            raise
         except asyncio.TimeoutError:
             if channel is self._channel:
                 self._loss = self._loss or "agent_dead"
@@ -342,6 +350,23 @@ class Living:
             raise SandboxLost(
                 f"sandbox {self.id} did not answer for {limit:g} s; replace or restart it", reason="agent_dead"
             ) from None
+
+    async def _find_out(self, error: SandboxLost) -> None:
+        """Why a connection ended: with its sandbox (which the engine learns a moment later), or alone."""
+        with contextlib.suppress(SandboxError, asyncio.TimeoutError):
+            error.details.update(await asyncio.wait_for(self._end_seen(), _FIND_OUT))
+            self._loss = error.details["reason"]
+            error.args = (f"{error} (the engine: {self._loss})",)
+
+    async def _end_seen(self) -> dict[str, Any]:
+        seen = await self.backend.inspect(self.id)
+        while seen.state in ("running", "paused"):
+            await asyncio.sleep(_READY_POLL)
+            seen = await self.backend.inspect(self.id)
+        if seen.state == "absent":
+            return {"reason": "removed"}
+        log = (await self.backend.logs(self.id, _LOG_TAIL)).decode("utf-8", "replace")
+        return {"reason": "oom" if seen.oom_killed else "exited", "exit_code": seen.exit_code, "log_tail": log}
 
     async def _engine(self, work: Awaitable[T], what: str, limit: float = ENGINE_TIMEOUT) -> T:
         try:

@@ -56,7 +56,7 @@ class _Output:
         self._capture = Capture(0)
         self._pending = b""
         self._mark = re.compile(b"(?!)")
-        self._last = b""
+        self._last = ""
         self._longest = 0
         self.status: int | None = None
         self.complete = asyncio.Event()
@@ -64,8 +64,10 @@ class _Output:
     def expect(self, limit: int, nonce: str) -> None:
         """From here on output belongs to a command that ends with the mark of ``nonce``."""
         self._capture = Capture(limit)
-        self._last = nonce.encode()
-        self._mark = _mark_of(nonce)
+        # A shell that was asked several times whether it answers may still say so: the mark before this one is dropped
+        # too. None of an older one can come, for a shell reads and answers in order.
+        self._mark = _any_of(self._last, nonce)
+        self._last = nonce
         self._longest = len(nonce) + 16
         self.status = None
         self.complete.clear()
@@ -73,8 +75,8 @@ class _Output:
 
     def expect_also(self, nonce: str) -> None:
         """The command was interrupted: its own mark may come or not, this one ends it."""
-        self._mark = re.compile(self._mark.pattern + b"|" + _mark_of(nonce).pattern)
-        self._last = nonce.encode()
+        self._mark = re.compile(self._mark.pattern + b"|" + _any_of(nonce).pattern)
+        self._last = nonce
         self.complete.clear()
 
     def feed(self, data: bytes) -> None:
@@ -82,7 +84,7 @@ class _Output:
         while not self.complete.is_set() and (match := self._mark.search(self._pending)):
             self._capture.feed(self._pending[: match.start()])
             self._pending = self._pending[match.end() :]
-            if self._last in match[0]:
+            if self._last.encode() in match[0]:
                 digits = match[0].strip(b"\x1e").partition(b":")[2]
                 self.status = int(digits) if digits else None
                 self.complete.set()
@@ -303,5 +305,6 @@ def _marks(nonce: str) -> str:
     return f"printf '\\036%s:%d\\036' {nonce} \"$?\"; printf '\\036%s\\036' {nonce} >&2"
 
 
-def _mark_of(nonce: str) -> re.Pattern[bytes]:
-    return re.compile(b"\x1e%s(?::[0-9]{1,3})?\x1e" % nonce.encode())
+def _any_of(*nonces: str) -> re.Pattern[bytes]:
+    """The end mark of any of these."""
+    return re.compile(b"\x1e(?:%s)(?::[0-9]{1,3})?\x1e" % "|".join(filter(None, nonces)).encode())

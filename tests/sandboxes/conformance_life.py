@@ -238,6 +238,11 @@ class LifeConformance(Conformance):
             await box.extend(100)
         await box.close()
 
+    async def test_its_time_begins_when_it_is_ready(self, create: Create) -> None:
+        box = await create(ttl=3, setup=("sleep", "4"))
+        await asyncio.sleep(1)
+        assert (await box.exec("echo here")).ok
+
     async def test_its_time_can_be_extended(self, create: Create) -> None:
         box = await create(ttl=2)
         await box.extend(500)

@@ -82,6 +82,23 @@ async def case_02_killed_while_it_works(seed: int) -> None:
 
 
 @case
+async def case_04_tainted_by_what_nobody_can_kill(seed: int) -> None:
+    async with World(seed, min_idle=1, max_size=3) as world:
+        lease, other = await world.take(), await world.take()
+        world.backend.unkillable(lease.box.id)
+        result = await lease.box.exec("setsid sleep 1000", timeout=world.rng.uniform(0.1, 5))
+        assert (result.timed_out, result.tainted, lease.ill) == (True, True, "tainted")
+        with pytest.raises(SandboxLost, match="tainted"):
+            await lease.box.exec("true")
+        assert (await other.box.exec("true")).ok
+        world.give(lease)
+        world.give(other)
+        await until(lambda: lease.box.id not in world.backend.boxes, 2.0)
+        async with world.pool.acquire() as box:
+            assert box.id != lease.box.id
+
+
+@case
 async def case_08_full_of_processes_while_idle(seed: int) -> None:
     async with World(seed, min_idle=2, max_size=2) as world:
         await world.pool.filled()

@@ -26,6 +26,7 @@ from agentkit.sandboxes.spec import Mount
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 
+@pytest.mark.fault(20)
 async def test_an_image_that_is_not_there(docker_backend: WatchedDocker) -> None:
     for image, pull, told in (
         ("agentkit/no-such-image", "missing", "agentkit sandbox build"),
@@ -38,6 +39,7 @@ async def test_an_image_that_is_not_there(docker_backend: WatchedDocker) -> None
             await make(docker_backend, spec(image=image, pull=pull))
 
 
+@pytest.mark.fault(20)
 async def test_a_stalled_pull_ends_in_time(docker_backend: WatchedDocker) -> None:
     with socket.socket() as registry:
         registry.bind(("127.0.0.1", 0))
@@ -58,6 +60,7 @@ async def test_a_specification_that_the_engine_refuses(docker_backend: WatchedDo
 
 
 @pytest.mark.slow
+@pytest.mark.fault(19)
 async def test_a_main_process_that_never_connects(
     docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +71,7 @@ async def test_a_main_process_that_never_connects(
     assert "waiting" in caught.value.details["log_tail"]
 
 
+@pytest.mark.fault(19)
 async def test_a_main_process_that_ends_at_once(docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch) -> None:
     _main(monkeypatch, "agent", "python3", "-c", "print('alas'); raise SystemExit(3)")
     with pytest.raises(StartTimeout, match="alas") as caught:
@@ -110,6 +114,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook, Hook], None]:
 
 @pytest.mark.parametrize("transport", ["agent", pytest.param("exec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("delay", [0.0, 0.01])
+@pytest.mark.fault(19)
 async def test_cancelled_anywhere_nothing_is_left(
     docker_backend: WatchedDocker, hooked: Callable[[Hook, Hook], None], transport: str, delay: float
 ) -> None:
@@ -140,6 +145,7 @@ async def test_cancelled_anywhere_nothing_is_left(
     assert asyncio.all_tasks() == {asyncio.current_task()} or transport == "exec"
 
 
+@pytest.mark.fault(19)
 async def test_an_engine_that_fails_in_between_leaves_nothing(
     docker_backend: WatchedDocker, hooked: Callable[[Hook, Hook], None]
 ) -> None:

@@ -18,7 +18,12 @@ from agentkit.sandboxes.pool import SandboxPool
 SEEDS = 1000
 
 
-@pytest.mark.parametrize("name", CASES)
+NUMBERED = [
+    pytest.param(name, marks=[pytest.mark.fault(int(name[5:7]))] if name.startswith("case_") else []) for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", NUMBERED)
 def test_case(name):
     for seed in range(5 if "storm" not in name else 2):
         play(CASES[name](seed), seed)
@@ -26,7 +31,7 @@ def test_case(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NUMBERED)
 def test_case_over_all_seeds(name):
     for seed in range(SEEDS):
         play(CASES[name](seed), seed)

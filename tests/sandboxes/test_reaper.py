@@ -140,6 +140,7 @@ def test_a_killed_owner_of_twenty_local_sandboxes(owner: Callable[..., OwnerProc
 
 @pytest.mark.slow
 @pytest.mark.docker
+@pytest.mark.fault(21)
 @pytest.mark.timeout(900)
 def test_a_killed_owner_of_twenty_containers(docker_backend: Any, owner: Callable[..., OwnerProcess]) -> None:
     _kill_owner_of_twenty("docker", owner)
@@ -149,7 +150,7 @@ def _kill_owner_of_twenty(backend: str, owner: Callable[..., OwnerProcess]) -> N
     mine, other = owner(backend, 20), owner(backend, 1)
     os.kill(mine.process.pid, signal.SIGKILL)
     mine.process.wait()
-    seconds = until(lambda: not any(_there(backend, id) for id in mine.ids), "twenty sandboxes are gone")
+    seconds = until(lambda: not any(_there(backend, id) for id in mine.ids), "twenty sandboxes are gone", 30)
     print(f"20 {backend} sandboxes were gone {seconds:.1f} s after their owner was killed")
     until(lambda: not reapers(mine.run), "the reaper ends by itself")
     assert _there(backend, other.ids[0])

@@ -1,0 +1,1 @@
+"""Sandboxes under long, random, hostile use: ``python -m benchmarks.soak``."""
