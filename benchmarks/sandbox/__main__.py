@@ -23,7 +23,7 @@ from agentkit.sandboxes import Sandbox
 from agentkit.sandboxes.backends.docker import DockerBackend
 from agentkit.sandboxes.images import build_environments
 from agentkit.sandboxes.spec import DEFAULT_IMAGE
-from benchmarks.sandbox import hot, life, swe_rex
+from benchmarks.sandbox import ours, swe_rex
 from benchmarks.sandbox.figures import PAGE, Figure, table
 
 RESULTS = Path("benchmarks/results/sandbox.json")
@@ -36,43 +36,41 @@ async def awaited(client: DockerClient, quick: bool) -> list[Figure]:
     await backend.start()
     figures: list[Figure] = []
     try:
-        boxes = [await Sandbox.create(backend=backend) for _ in range(hot.AT_ONCE)]
+        boxes = [await Sandbox.create(backend=backend) for _ in range(ours.AT_ONCE)]
         try:
-            await hot.exec_latency(boxes[0], client, 1)
-            figures += await hot.exec_latency(boxes[0], client, 2 if quick else 20)
-            figures += await hot.exec_rate(boxes, client, 300 if quick else 8000)
-            figures += hot.agent_memory(boxes, client)
-            figures += await life.crash(boxes[:3] if quick else boxes, client)
+            await ours.exec_latency(boxes[0], client, 1)
+            figures += await ours.exec_latency(boxes[0], client, 2 if quick else 20)
+            figures += await ours.exec_rate(boxes, client, 300 if quick else 8000)
+            figures += ours.agent_memory(boxes, client)
+            figures += await ours.crash(boxes[:3] if quick else boxes, client)
         finally:
             await asyncio.gather(*(box.close() for box in boxes))
-        figures += await life.create(backend, client, 3 if quick else 25)
-        figures += await life.acquire(backend, "running", 20 if quick else 200)
-        figures += await life.acquire(backend, "paused", 20 if quick else 200)
-        figures += await life.recovery(backend, client, 2 if quick else 20)
-        figures += await life.density(backend, 8 if quick else 150)
+        figures += await ours.create(backend, client, 3 if quick else 25)
+        figures += await ours.acquire(backend, "running", 20 if quick else 200)
+        figures += await ours.acquire(backend, "paused", 20 if quick else 200)
+        figures += await ours.recovery(backend, client, 2 if quick else 20)
+        figures += await ours.density(backend, 8 if quick else 150)
     finally:
         await backend.close()
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sandbox", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox", description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--swe-rex-venv", type=Path, default=Path("benchmarks/results/swe-rex"))
     arguments = parser.parse_args()
-    quick = arguments.quick
-    client = DockerClient.from_env(timeout=120, max_pool_size=hot.AT_ONCE)
+    quick: bool = arguments.quick
+    client = DockerClient.from_env(timeout=120, max_pool_size=ours.AT_ONCE)
     machine = (
         f"{os.cpu_count()} CPUs with a load of {os.getloadavg()[0]:.1f} at the start, Linux {platform.release()}, "
         f"Docker {client.version()['Version']}, Python {platform.python_version()}."
     )
     build_environments()
     figures = asyncio.run(awaited(client, quick))
-    figures += hot.sync_latency(50 if quick else 1000)
-    figures += hot.env_step(20 if quick else 500)
-    figures += life.orphans(client, 3 if quick else 20)
+    figures += ours.sync_latency(50 if quick else 1000)
+    figures += ours.env_step(20 if quick else 500)
+    figures += ours.orphans(client, 3 if quick else 20)
     figures += swe_rex.measure(arguments.swe_rex_venv, DEFAULT_IMAGE, 20 if quick else 300)
     print(f"{machine}\n\n{table(figures)}")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)

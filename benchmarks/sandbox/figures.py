@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,12 +52,6 @@ async def timed(work: Awaitable[Any]) -> float:
     """Milliseconds."""
     begin = time.perf_counter()
     await work
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def timed_call(work: Callable[..., Any], *arguments: Any) -> float:
-    begin = time.perf_counter()
-    work(*arguments)
     return 1e3 * (time.perf_counter() - begin)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable
@@ -21,7 +22,7 @@ PACKAGES = ("swe-rex==1.4.0", "aiohttp")  # it imports the second without asking
 
 
 def measure(venv: Path, image: str, calls: int) -> list[Figure]:
-    """Raises ``RuntimeError`` if it cannot be installed, or does not run in the image."""
+    """Raises ``CalledProcessError`` if it cannot be installed, or does not run in the image; both say why."""
     python, ready = str(venv.absolute() / "bin" / "python"), venv / "ready"
     if not ready.exists():
         _run(sys.executable, "-m", "venv", str(venv))
@@ -41,10 +42,9 @@ def measure(venv: Path, image: str, calls: int) -> list[Figure]:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    return subprocess.check_output(
+        command, text=True, timeout=900, env={**os.environ, "SWE_REX_LOG_STREAM_LEVEL": "ERROR"}
+    )
 
 
 async def drive(image: str, site: str, launcher: str, calls: int) -> dict[str, Any]:

@@ -1,38 +1,125 @@
-"""What befalls sandboxes: being made, taken from a pool, killed, replaced, left behind by their owner, and idle."""
+"""agentkit's own figures, each beside what the engine alone takes for the like."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+import timeit
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
+import psutil
 from docker import DockerClient
 
+import agentkit
 from agentkit.errors import SandboxLost
-from agentkit.sandboxes import Sandbox, SandboxPool, SandboxSpec, Supervisor
+from agentkit.sandboxes import Sandbox, SandboxPool, SandboxSpec, Supervisor, SyncSandbox
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.backends.docker_options import container
 from benchmarks.sandbox.figures import Figure, p, timed
-from benchmarks.sandbox.hot import TRUE
+
+TRUE = ["true"]
+AT_ONCE = 16
+
 
 OWNER = """
-import asyncio, sys
-from agentkit.sandboxes import Sandbox
-
-async def main(label, count):
-    boxes = [await Sandbox.create(labels={"benchmark": label}) for _ in range(count)]
-    print("ready", flush=True)
-    await asyncio.sleep(3600)
-
-asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+import sys
+from agentkit.sandboxes import SyncSandbox
+boxes = [SyncSandbox.create(labels={"benchmark": sys.argv[1]}) for _ in range(int(sys.argv[2]))]
+print(flush=True)
+boxes[0].exec("sleep 3600", timeout=3600)
 """
+
+
+def repeated(call: Callable[[], Any], times: int) -> list[float]:
+    return [1e3 * seconds for seconds in timeit.repeat(call, number=1, repeat=times)]
+
+
+async def exec_latency(box: Sandbox, client: DockerClient, rounds: int) -> list[Figure]:
+    """The same command in the same container by the agent and by the engine's exec, in turn."""
+    container = client.containers.get(box.id)
+    ours, engine = [], []
+    for _ in range(rounds):
+        ours += [await timed(box.exec(TRUE)) for _ in range(50)]
+        engine += await asyncio.to_thread(repeated, lambda: container.exec_run(TRUE), 5)
+    return [
+        Figure("exec of `true`, p50", p(ours, 50), "ms", 2),
+        Figure("exec of `true`, p95", p(ours, 95), "ms"),
+        Figure("docker SDK `exec_run` of `true`, p50", p(engine, 50), "ms"),
+        Figure("`exec_run` / exec, p50", p(engine, 50) / p(ours, 50), "times", 20, "≥"),
+    ]
+
+
+def sync_latency(calls: int) -> list[Figure]:
+    with SyncSandbox.create() as box:
+        times = repeated(lambda: box.exec(TRUE), calls)
+    return [Figure("exec of `true` by `SyncSandbox`, p50", p(times, 50), "ms", 2)]
+
+
+async def exec_rate(boxes: list[Sandbox], client: DockerClient, calls: int) -> list[Figure]:
+    """Calls a second with 16 under way: all in one sandbox, one in each of 16, and by the engine's exec."""
+
+    async def rate(where: Sequence[Sandbox]) -> float:
+        line = iter(range(calls))
+
+        async def caller(box: Sandbox) -> None:
+            for _ in line:
+                await box.exec(TRUE)
+
+        return 1e3 * calls / await timed(asyncio.gather(*map(caller, where)))
+
+    def engine(count: int) -> float:
+        container = client.containers.get(boxes[0].id)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return count / timeit.timeit(lambda: list(pool.map(container.exec_run, [TRUE] * count)), number=1)
+
+    await rate(boxes)
+    one, each = await rate(boxes[:1] * AT_ONCE), await rate(boxes)
+    return [
+        Figure("exec/s, 16 at once in one sandbox of one CPU", one, "/s", 1200, "≥"),
+        Figure("exec/s, 16 at once, one in each of 16 sandboxes", each, "/s", 1200, "≥"),
+        Figure("docker SDK `exec_run`/s, 16 at once", await asyncio.to_thread(engine, max(16, calls // 40)), "/s"),
+    ]
+
+
+def agent_memory(boxes: Sequence[Sandbox], client: DockerClient) -> list[Figure]:
+    """Of agents that have worked; only root can look."""
+    mains = [psutil.Process(client.api.inspect_container(box.id)["State"]["Pid"]) for box in boxes]
+    agents = [main.children()[0].memory_full_info() for main in mains]
+    share, own, resident = (
+        statistics.median(getattr(agent, name) for agent in agents) / 2**20 for name in ("pss", "uss", "rss")
+    )
+    return [
+        Figure(f"an agent's memory: its share (PSS) among {len(boxes)}", share, "MiB", 8, "≤"),
+        Figure("an agent's memory: its own alone", own, "MiB"),
+        Figure("an agent's memory: resident (RSS)", resident, "MiB"),
+    ]
+
+
+def env_step(episodes: int) -> list[Figure]:
+    """The same episodes of FrozenLake in a container and in this process."""
+    medians = []
+    for options in ({"sandbox": "docker"}, {}):
+        env: Any = agentkit.make("FrozenLake-v1", **options)
+        try:
+            times = []
+            for seed in range(episodes):
+                env.reset(seed=seed)
+                times += repeated(lambda env=env: env.step("Left"), 10)  # it bumps into the edge
+        finally:
+            env.close()
+        medians.append(p(times, 50))
+    return [
+        Figure("an environment's step in a container adds, p50", medians[0] - medians[1], "ms", 1.5),
+        Figure("the same step in this process, p50", medians[1], "ms"),
+    ]
 
 
 async def create(backend: Backend, client: DockerClient, count: int) -> list[Figure]:
@@ -63,13 +150,10 @@ async def create(backend: Backend, client: DockerClient, count: int) -> list[Fig
     ]
 
 
-async def _as_it_is(_: Sandbox) -> None:
-    """Taking is measured, not what may be done between two uses."""
-
-
 async def acquire(backend: Backend, warm: Literal["running", "paused"], count: int) -> list[Figure]:
     times = []
-    async with SandboxPool(None, backend, min_idle=4, max_size=4, warm=warm, max_uses=None, reset=_as_it_is) as pool:
+    reused: dict[str, Any] = {"max_uses": None, "reset": lambda box: asyncio.sleep(0)}
+    async with SandboxPool(None, backend, min_idle=4, max_size=4, warm=warm, **reused) as pool:
         for _ in range(count):
             await pool.filled()
             begin = time.perf_counter()
@@ -106,9 +190,10 @@ async def recovery(backend: Backend, client: DockerClient, count: int) -> list[F
                 await pool.filled()
                 begin = time.perf_counter()
                 await asyncio.to_thread(client.api.kill, box.status.id)
-                while not box.recoveries:
+                works = False
+                while not (works and box.recoveries):
                     with contextlib.suppress(SandboxLost):
-                        await box.exec(TRUE)
+                        works = (await box.exec(TRUE)).ok
                 times.append(time.perf_counter() - begin)
     return [Figure("recovery from the warm pool, p95", p(times, 95), "s", 1)]
 
@@ -135,11 +220,11 @@ def orphans(client: DockerClient, count: int) -> list[Figure]:
 
 async def density(backend: Backend, count: int) -> list[Figure]:
     """How much less memory this machine has with ``count`` idle sandboxes, all of which answer."""
-    before = _available()
+    before = psutil.virtual_memory().available
     boxes = await asyncio.gather(*(Sandbox.create(backend=backend) for _ in range(count)))
     try:
         await asyncio.sleep(1)
-        each = (before - _available()) / count
+        each = (before - psutil.virtual_memory().available) / count
         for box in boxes:
             await box.exec(TRUE, check=True)
     finally:
@@ -148,8 +233,3 @@ async def density(backend: Backend, count: int) -> list[Figure]:
         Figure(f"memory of an idle sandbox, {count} of them made", each / 2**20, "MiB"),
         Figure("idle sandboxes in 2 GiB", 2 * 2**30 / each, "", 150, "≥"),
     ]
-
-
-def _available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
