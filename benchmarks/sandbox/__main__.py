@@ -40,7 +40,7 @@ async def awaited(client: DockerClient, quick: bool) -> list[Figure]:
         try:
             await ours.exec_latency(boxes[0], client, 1)
             figures += await ours.exec_latency(boxes[0], client, 2 if quick else 20)
-            figures += await ours.exec_rate(boxes, client, 300 if quick else 8000)
+            figures += await ours.exec_rate(boxes, client, 0.5 if quick else 5)
             figures += ours.agent_memory(boxes, client)
             figures += await ours.crash(boxes[:3] if quick else boxes, client)
         finally:
