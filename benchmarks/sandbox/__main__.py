@@ -67,11 +67,12 @@ def main() -> None:
         f"Docker {client.version()['Version']}, Python {platform.python_version()}."
     )
     build_environments()
+    rivals = swe_rex.measure(arguments.swe_rex_venv, DEFAULT_IMAGE, 20 if quick else 300)
     figures = asyncio.run(awaited(client, quick))
     figures += ours.sync_latency(50 if quick else 1000)
     figures += ours.env_step(20 if quick else 500)
     figures += ours.orphans(client, 3 if quick else 20)
-    figures += swe_rex.measure(arguments.swe_rex_venv, DEFAULT_IMAGE, 20 if quick else 300)
+    figures += rivals
     print(f"{machine}\n\n{table(figures)}")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     rows = [{**asdict(figure), "met": figure.met} for figure in figures]
