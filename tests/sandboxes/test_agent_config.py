@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
@@ -19,11 +19,11 @@ async def test_either_form_of_the_agent_is_enough(missing: str, tmp_path: Path) 
     prepare(tmp_path, nonce, idle_timeout=60)
     (tmp_path / missing).unlink()
     async with await listen(tmp_path, nonce) as door:
-        agent = subprocess.Popen(command(str(tmp_path)))
+        agent = await asyncio.create_subprocess_exec(*command(str(tmp_path)))
         try:
             channel = await door.accept(60)
             assert (await channel.exec(request("echo", "hi"))).stdout_bytes == b"hi\n"
             await channel.close()
         finally:
             agent.terminate()
-            agent.wait(60)
+            await asyncio.wait_for(agent.wait(), 60)
