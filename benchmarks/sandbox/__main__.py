@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,21 +36,26 @@ async def awaited(client: DockerClient, quick: bool) -> list[Figure]:
     backend = DockerBackend()
     await backend.start()
     figures: list[Figure] = []
+
+    def add(found: list[Figure]) -> None:
+        print(table(found).partition("|---|\n")[2], end="", file=sys.stderr, flush=True)
+        figures.extend(found)
+
     try:
         boxes = [await Sandbox.create(backend=backend) for _ in range(ours.AT_ONCE)]
         try:
             await ours.exec_latency(boxes[0], client, 1)
-            figures += await ours.exec_latency(boxes[0], client, 2 if quick else 20)
-            figures += await ours.exec_rate(boxes, client, 0.5 if quick else 5)
-            figures += ours.agent_memory(boxes, client)
-            figures += await ours.crash(boxes[:3] if quick else boxes, client)
+            add(await ours.exec_latency(boxes[0], client, 2 if quick else 20))
+            add(await ours.exec_rate(boxes, client, 0.5 if quick else 5))
+            add(ours.agent_memory(boxes, client))
+            add(await ours.crash(boxes[:3] if quick else boxes, client))
         finally:
             await asyncio.gather(*(box.close() for box in boxes))
-        figures += await ours.create(backend, client, 3 if quick else 25)
-        figures += await ours.acquire(backend, "running", 20 if quick else 200)
-        figures += await ours.acquire(backend, "paused", 20 if quick else 200)
-        figures += await ours.recovery(backend, client, 2 if quick else 20)
-        figures += await ours.density(backend, 8 if quick else 150)
+        add(await ours.create(backend, client, 3 if quick else 25))
+        add(await ours.acquire(backend, "running", 20 if quick else 200))
+        add(await ours.acquire(backend, "paused", 20 if quick else 200))
+        add(await ours.recovery(backend, client, 2 if quick else 20))
+        add(await ours.density(backend, 8 if quick else 150))
     finally:
         await backend.close()
     return figures
