@@ -7,9 +7,12 @@ directory is complete before the agent runs, and nobody in the sandbox can write
 from __future__ import annotations
 
 import contextlib
+import functools
+import marshal
 import os
 import secrets
 from collections.abc import Mapping
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 from agentkit.sandboxes import wire
@@ -17,10 +20,11 @@ from agentkit.sandboxes.paths import MOUNT
 
 _SOURCE = Path(__file__).with_name("agent.py")
 _HEARTBEAT = 5.0
-_AGENT, _CONFIG = "agent.py", "config"
+_CONFIG = "config"
 
 _LAUNCH = """\
 import marshal, posix, sys
+from _frozen_importlib_external import MAGIC_NUMBER
 def read(fd):
     parts = []
     while True:
@@ -29,21 +33,37 @@ def read(fd):
             posix.close(fd)
             return b"".join(parts)
         parts.append(data)
-reader, writer = posix.pipe()
-child = posix.fork()
-if child == 0:
-    posix.close(reader)
-    name = sys.argv[1] + "/agent.py"
-    data = memoryview(marshal.dumps(compile(read(posix.open(name, posix.O_RDONLY)), name, "exec", optimize=2)))
-    while data:
-        data = data[posix.write(writer, data):]
-    posix._exit(0)
-posix.close(writer)
-code = read(reader)
-posix.waitpid(child, 0)
-exec(marshal.loads(code))
+def compiled():
+    name = sys.argv[1] + "/agent."
+    try:
+        return read(posix.open(name + MAGIC_NUMBER.hex(), posix.O_RDONLY))
+    except FileNotFoundError:
+        name += "py"
+    reader, writer = posix.pipe()
+    child = posix.fork()
+    if child == 0:
+        posix.close(reader)
+        data = memoryview(marshal.dumps(compile(read(posix.open(name, posix.O_RDONLY)), name, "exec", optimize=2)))
+        while data:
+            data = data[posix.write(writer, data):]
+        posix._exit(0)
+    posix.close(writer)
+    code = read(reader)
+    posix.waitpid(child, 0)
+    return code
+exec(marshal.loads(compiled()))
 """
-"""Compiling leaves megabytes of garbage behind: a child does it, and only its result comes back."""
+"""Compiling takes longer than all the rest of the start: the host has done it, once for all sandboxes whose Python is
+of its own version. For others a child does it, since it leaves megabytes of garbage behind, and only its result comes
+back."""
+
+
+@functools.cache
+def _program() -> Mapping[str, bytes]:
+    """The agent as files of its directory: its source, and what this Python compiles it to."""
+    source = _SOURCE.read_bytes()
+    code = compile(source, f"{MOUNT}/agent.py", "exec", dont_inherit=True, optimize=2)
+    return {"agent.py": source, f"agent.{MAGIC_NUMBER.hex()}": marshal.dumps(code)}
 
 
 def new_nonce() -> str:
@@ -71,8 +91,8 @@ def prepare(
     if relay_port is not None:
         entries["relay_port"] = str(relay_port)
     packed = wire.pack_strings([os.fsencode(f"{name}={value}") for name, value in entries.items()])
-    _put(directory / _AGENT, _SOURCE.read_bytes())
-    _put(directory / _CONFIG, packed)
+    for name, data in {**_program(), _CONFIG: packed}.items():
+        _put(directory / name, data)
 
 
 def nonce_of(directory: Path) -> str:

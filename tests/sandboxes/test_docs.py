@@ -22,11 +22,11 @@ def marked() -> list[str]:
 
 
 def test_there_are_such_blocks() -> None:
-    assert len(marked()) == 2
+    assert len(marked()) == 3
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("index", range(2))
+@pytest.mark.parametrize("index", range(3))
 @pytest.mark.usefixtures("docker_backend")
 async def test_the_examples_work_by_default(index: int, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
@@ -38,4 +38,4 @@ async def test_the_examples_work_by_default(index: int, tmp_path: Path) -> None:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0, err.decode()
-    assert out.decode() == ("hi\n\n", "0 45\n\n")[index]
+    assert out.decode() == ("hi\n\n", "0 45\n\n", "[1.0, 0.0, 0.0]\n")[index]
