@@ -1,6 +1,7 @@
 """Sokoban in words: the text layer over ``game.Sokoban``.
 
-Invariant: the text shows the whole position, the target under the player or a box included, one symbol or word a cell.
+Invariant: the text shows the whole position, the target under the player or a box included, one symbol or word a cell;
+coordinates, where asked for, repeat what it shows.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ _RULES = (
 )
 
 
-def _rules(vocabulary: str) -> str:
+_COORDINATES = "\nBelow the room: you, then the boxes, then the targets, each with its row and its column."
+
+
+def _rules(vocabulary: str, coordinates: bool) -> str:
     named = zip(VOCABULARIES[vocabulary], _MEANINGS, strict=True)
-    return _RULES.format(legend=", ".join(f"{symbol} is {meaning}" for symbol, meaning in named))
+    rules = _RULES.format(legend=", ".join(f"{symbol} is {meaning}" for symbol, meaning in named))
+    return rules + _COORDINATES if coordinates else rules
 
 
 class Sokoban(TextEnv):
@@ -51,6 +56,7 @@ class Sokoban(TextEnv):
         levels: path of a collection of XSB levels (a Boxoban file, say) to draw from, instead of rooms.
         split: take rooms or levels from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
         vocabulary: how cells are written: ``"symbols"``, ``"letters"`` or ``"words"``.
+        coordinates: tell the rows and columns of the player, the boxes and the targets as well, counted from 0.
         render_mode: ``"ansi"``, ``"rgb_array"`` or None.
 
     Raises:
@@ -59,7 +65,7 @@ class Sokoban(TextEnv):
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
-    instructions = _rules("symbols")
+    instructions = _rules("symbols", False)
     max_turns = 20
     actions_per_turn = 5
     concurrency = "inline"
@@ -75,6 +81,7 @@ class Sokoban(TextEnv):
         levels: str | os.PathLike[str] | None = None,
         split: Split | None = None,
         vocabulary: Vocabulary = "symbols",
+        coordinates: bool = False,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
@@ -91,7 +98,8 @@ class Sokoban(TextEnv):
             raise ValueError("level contradicts levels and split: one fixed level is drawn from nowhere; give one")
         self.rows, self.columns, self.boxes = rows, columns, boxes
         self.split: Split | None = split
-        self.instructions = _rules(vocabulary)
+        self.instructions = _rules(vocabulary, coordinates)
+        self.coordinates = coordinates
         self.action_space = Text(examples=ACTIONS)
         self.game: game.Sokoban | None = None
         self._still: list[str] = []
@@ -103,7 +111,7 @@ class Sokoban(TextEnv):
 
     @classmethod
     def instructions_for(cls, **kwargs: Any) -> str:
-        return _rules(kwargs.get("vocabulary", "symbols"))
+        return _rules(kwargs.get("vocabulary", "symbols"), kwargs.get("coordinates", False))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         super().reset(seed=seed)
@@ -164,7 +172,15 @@ class Sokoban(TextEnv):
         text = self._still.copy()
         for cell in level.cells_of(playing.boxes | 1 << playing.player):
             text[2 * cell] = self._symbols[playing.level.symbol(cell, playing.player, playing.boxes)]
-        return "".join(text)
+        return "".join(text) + (self._located(playing) if self.coordinates else "")
+
+    def _located(self, playing: game.Sokoban) -> str:
+        room = playing.level
+        named = [("@", playing.player)]
+        named += [("$", cell) for cell in level.cells_of(playing.boxes)]
+        named += [(".", cell) for cell in level.cells_of(room.targets)]
+        places = (f"{self._symbols[kind]} {cell // room.columns} {cell % room.columns}" for kind, cell in named)
+        return "\n" + ", ".join(places)
 
 
 def _info(success: bool, valid: bool) -> Info:

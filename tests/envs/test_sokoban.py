@@ -220,6 +220,23 @@ def test_the_text_shows_the_whole_position(vocabulary):
     assert all(f"{word} is " in rules for word in VOCABULARIES[vocabulary])
 
 
+def test_coordinates_repeat_what_the_room_shows():
+    env = Sokoban(level="#######\n#@.$. #\n#  *$ #\n#     #\n#######", coordinates=True)
+    env.reset(seed=0)
+    env.step("Right")
+    text = env.step("Right")[0]
+    *room, places = text.split("\n")
+    cells = [row.split(" ") for row in room]
+    told = [
+        (symbol, int(row), int(column)) for symbol, row, column in (place.split(" ") for place in places.split(", "))
+    ]
+    assert told[0] == ("P", 1, 3)
+    assert {cells[row][column] for symbol, row, column in told if symbol == "P"} == {"P"}
+    assert {(row, column) for symbol, row, column in told if symbol == "X"} == {(1, 4), (2, 3), (2, 4)}
+    assert {(row, column) for symbol, row, column in told if symbol == "O"} == {(1, 2), (1, 4), (2, 3)}
+    assert "its row and its column" in Sokoban.instructions_for(coordinates=True)
+
+
 def test_rewards_follow_the_literature():
     env = Sokoban(level="########\n#@$.   #\n#  $  .#\n########")
     env.reset(seed=0)
