@@ -233,6 +233,8 @@ class ImitationConfig(Strict):
     """Episodes of one optimiser step."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of this stage."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate; the last two end at 0, which makes most of a given number of episodes."""
     stop_success: float | None = Field(default=None, gt=0, le=1)
     """Stop early once the success on training tasks reaches this share of the demonstrations'; null never stops."""
     check_every: int = Field(default=20, ge=1)

@@ -7,6 +7,7 @@ is taught exactly the form in which it will be asked and read.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from agentkit.envs.base import expert_actions
 from agentkit.errors import ConfigError
 from agentkit.store import Recorder
 from agentkit.trainers.batch import flatten
+from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.trainers.roles import Roles
 from agentkit.trainers.rollout.episode import system_message
 from agentkit.trainers.rollout.evaluation import evaluate
@@ -51,12 +53,13 @@ async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Mes
         f"imitation: {len(episodes)} episodes of the expert{noise}, which succeeds in {demonstrated_success:.1%}"
     )
     order = np.random.default_rng(config.seed)
+    planned = settings.epochs * math.ceil(len(episodes) / settings.batch_episodes)
     updates, success = 0, None
     for _ in range(settings.epochs):
         shuffled = [episodes[index] for index in order.permutation(len(episodes))]
         for start in range(0, len(shuffled), settings.batch_episodes):
             batch = flatten([_alone(episode) for episode in shuffled[start : start + settings.batch_episodes]])
-            rate = settings.lr * min(1.0, (updates + 1) / WARMUP_UPDATES)
+            rate = settings.lr * schedule_factor(updates, settings.schedule, WARMUP_UPDATES, planned)
             metrics = await roles.learner.imitate(batch, rate)
             updates += 1
             if updates % settings.check_every == 0 and settings.stop_success is not None:

@@ -166,15 +166,18 @@ async def test_there_is_nothing_to_resume_without_a_checkpoint(tmp_path: Path) -
 
 
 async def test_imitation_teaches_the_experts_words(tmp_path: Path) -> None:
-    config = small(
-        tmp_path / "run", steps=0, imitation={"episodes": 256, "batch_episodes": 16, "lr": 3e-3}, env={"num_tasks": 8}
-    )
+    imitation = {"episodes": 256, "batch_episodes": 16, "lr": 3e-3, "schedule": "linear"}
+    config = small(tmp_path / "run", steps=0, imitation=imitation, env={"num_tasks": 8})
     summary, _ = await go(config)
     assert summary.demonstrated_success == 1.0
     losses = [json.loads(line) for line in (config.dir / "metrics.jsonl").read_text().splitlines()]
-    imitation = [line["imitation/loss"] for line in losses if "imitation/loss" in line]
-    assert len(imitation) == 16
-    assert imitation[-1] < 0.5 * imitation[0]
+    imitated = [(line["imitation/loss"], line["imitation/lr"]) for line in losses if "imitation/loss" in line]
+    assert len(imitated) == 16
+    assert imitated[-1][0] < 0.5 * imitated[0][0]
+    # Up in ten updates, then down to zero just after the last one.
+    assert [rate for _, rate in imitated] == pytest.approx(
+        [3e-3 * (k + 1) / 10 for k in range(10)] + [3e-3 * (16 - k) / 6 for k in range(10, 16)]
+    )
 
 
 class Fragile(TextEnv):

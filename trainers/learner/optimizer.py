@@ -1,4 +1,4 @@
-"""The optimisers, the course of their learning rate, and the one step that may change weights.
+"""The optimisers, and the one step that may change weights.
 
 Invariant: weights change only after the loss and the gradient of the whole step, over all ranks, were seen to be
 finite; otherwise ``LearnerError`` is raised on every rank alike and they stay as they were.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +17,6 @@ from torch.optim import AdamW
 
 from agentkit.config import LearnerConfig
 from agentkit.errors import LearnerError
-
-
-def schedule_factor(step: int, schedule: Literal["constant", "linear", "cosine"], warmup: int, total: int) -> float:
-    """Share of the peak learning rate for optimiser step ``step`` (from 0) of ``total``.
-
-    Linear from ``1 / warmup`` to 1 over ``warmup`` steps; then constant, or down to 0 just after the last step, along
-    a line or half a cosine.
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class MuonAdamW:

@@ -24,9 +24,10 @@ from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.critic import Critic, explained_variance
 from agentkit.trainers.learner.forward import action_logprobs
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, plan
-from agentkit.trainers.learner.optimizer import Optimizer, apply_step, build_optimizer, schedule_factor, to_cpu
+from agentkit.trainers.learner.optimizer import Optimizer, apply_step, build_optimizer, to_cpu
 from agentkit.trainers.learner.policy import Policy, Snapshot
 from agentkit.trainers.learner.ranks import Ranks
+from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.types import FloatArray
 
 Columns = dict[str, Tensor]

@@ -14,7 +14,7 @@ from agentkit.trainers.batch import flatten
 from agentkit.trainers.learner import training as training_module
 from agentkit.trainers.learner.forward import action_logprobs
 from agentkit.trainers.learner.microbatches import MicroBatch, lay_out
-from agentkit.trainers.learner.optimizer import schedule_factor
+from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.trainers.learner.training import Training
 from agentkit.types import Group, Trajectory, Turn
 
