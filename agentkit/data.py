@@ -75,9 +75,50 @@ _WEBSHOP = {
 }
 _HUMAN = Remote(_GOOGLE_DRIVE + "14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O", "items_human_ins.json")
 
+_ALFWORLD = {
+    "counter": "agentkit.envs.alfworld.games:count",
+    "splits": {
+        "train": "games to learn from",
+        "valid_seen": "other games in the same rooms",
+        "valid_unseen": "games in other rooms",
+    },
+}
+
 DATASETS: dict[str, DataSet] = {
     known.name: known
     for known in (
+        DataSet(
+            name="alfworld-own",
+            title="ALFWorld: agentkit's own games",
+            licence="Apache-2.0",
+            homepage="agentkit",
+            size="nothing",
+            forms=(("train", "valid_seen", "valid_unseen"),),
+            counts={"train": 240, "valid_seen": 48, "valid_unseen": 48},
+            generate="agentkit.envs.alfworld.generator:write",
+            **_ALFWORLD,
+        ),
+        DataSet(
+            name="alfworld",
+            title="ALFWorld: the official games, version 2.1.2",
+            licence="MIT",
+            homepage="https://github.com/alfworld/alfworld",
+            size="about 40 MB",
+            forms=(
+                ("train", "valid_seen", "valid_unseen"),
+                ("json_2.1.1/train", "json_2.1.1/valid_seen", "json_2.1.1/valid_unseen"),
+                ("json_2.1.2/train", "json_2.1.2/valid_seen", "json_2.1.2/valid_unseen"),
+            ),
+            counts={"train": 3_553, "valid_seen": 140, "valid_unseen": 134},
+            files=(
+                Remote(
+                    "https://github.com/alfworld/alfworld/releases/download/0.4.0/json_2.1.2_tw-pddl.zip",
+                    ".",
+                    unpack=True,
+                ),
+            ),
+            **_ALFWORLD,
+        ),
         DataSet(
             name="webshop-own",
             title="WebShop: agentkit's own products",
