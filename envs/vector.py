@@ -141,7 +141,8 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         self.metadata = {"autoreset_mode": autoreset_mode}
         self._mode = autoreset_mode
         self.single_observation_space, self.single_action_space = described.spaces()
-        self.observation_space, self.action_space = (Tuple(self._spaces(k)) for k in (0, 1))  # pyright: ignore
+        self.observation_space = Tuple([self.single_observation_space] * self.num_envs)
+        self.action_space = Tuple([self.single_action_space] * self.num_envs)
         self._observations = [""] * self.num_envs
         self._steps = np.zeros(self.num_envs, dtype=np.int64)
         self._done = np.zeros(self.num_envs, dtype=bool)
@@ -226,7 +227,7 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
             info: Info = {"failure": f"{type(failure).__name__}: {failure}", "success": False}
             observation, reward, terminated, truncated = "", 0.0, False, True
         self._steps[k] += 1
-        if self._steps[k] >= self._max_steps and not terminated:
+        if self._steps[k] >= self._max_steps:
             truncated = True
         self._done[k] = terminated or truncated
         step = (observation, reward, terminated, truncated, info)
@@ -235,18 +236,14 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         return step, None
 
     async def _begin(self, k: int, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
-        for tries in range(1, _RESET_TRIES + 1):
-            try:
+        for _ in range(_RESET_TRIES - 1):
+            with contextlib.suppress(EnvError):
                 begun = await self._slots[k].reset(seed=seed, options=options)
                 break
-            except EnvError:
-                if tries == _RESET_TRIES:
-                    raise
+        else:
+            begun = await self._slots[k].reset(seed=seed, options=options)
         self._steps[k], self._done[k] = 0, False
-        return begun  # pyright: ignore[reportPossiblyUnbound]
-
-    def _spaces(self, which: int) -> list[Text]:
-        return [self.description.spaces()[which] for _ in range(self.num_envs)]
+        return begun
 
 
 @dataclass(frozen=True, eq=False)
