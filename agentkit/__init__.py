@@ -23,6 +23,7 @@ _HOMES: dict[str, str] = {
     "env_class": "agentkit.registry",
     "list_envs": "agentkit.registry",
     "make": "agentkit.registry",
+    "make_vec": "agentkit.envs.vector",
     "register": "agentkit.registry",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

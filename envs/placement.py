@@ -75,7 +75,7 @@ def place(
         backend, given = sandbox, overrides or {}
     if isinstance(given, SandboxSpec):
         given = {name: getattr(given, name) for name in given.model_fields_set}
-    entry_point, known = _entry(id)
+    entry_point, known = importable(id)
     arguments = {**known, **kwargs}
     try:
         json.dumps(arguments, allow_nan=False)
@@ -86,15 +86,18 @@ def place(
     return Placement(id, entry_point, arguments, backend, spec, sys.executable if local else "python3")
 
 
-def _entry(id: str) -> tuple[str | None, Mapping[str, Any]]:
-    """What has to be told inside about a name: nothing, where the installed packages declare it."""
+def importable(id: str) -> tuple[str | None, Mapping[str, Any]]:
+    """What another process has to be told about a name: its entry point and arguments, unless a package declares it.
+
+    Raises ``RegistryError`` for an environment that no other process can load.
+    """
     known = next((entry for entry in registry.list_envs() if entry.id == id), None)
     if known is None or known.source != "explicit":
         return None, {}  # a name that nobody knows here may exist in the image
     if "<locals>" in known.target or known.target.startswith("__main__:"):
         raise RegistryError(
-            f"environment {id!r} ({known.target}) cannot be imported inside a sandbox: move its class to the top level "
-            "of a module of its own"
+            f"environment {id!r} ({known.target}) cannot be imported by another process: move its class to the top "
+            "level of a module of its own"
         )
     return known.target, known.spec.kwargs
 

@@ -60,25 +60,7 @@ class Seat:
     # The calls.
 
     def describe(self) -> dict[str, Any]:
-        env = self.env()
-        real = env.env if isinstance(env, Blocking) else env
-        fps = env.metadata.get("render_fps")
-        described = {
-            "instructions": type(real).instructions_for(**{**registry.entry(self._id).load().kwargs, **self._kwargs}),
-            "max_turns": env.max_turns,
-            "actions_per_turn": env.actions_per_turn,
-            # Coroutines are run to their end here, one after the other.
-            "concurrency": "process" if real is not env else env.concurrency,
-            "deterministic": real.deterministic,
-            "has_expert": type(real).has_expert(),
-            "render_modes": list(env.metadata.get("render_modes", [])),
-            "render_mode": env.render_mode,
-            "render_fps": None if fps is None else float(fps),
-            "observation_space": _space(env.observation_space),
-            "action_space": _space(env.action_space),
-        }
-        answers.check_description(described)
-        return described
+        return describe(self._id, self._kwargs, self.env())
 
     def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
         observation, info = answers.check_reset(self.env().reset(seed=seed, options=options))
@@ -96,6 +78,28 @@ class Seat:
 
     def expert(self) -> list[str]:
         return answers.check_plan(list(islice(self._begun().expert(), answers.EXPERT_LIMIT)))
+
+
+def describe(id: str, kwargs: dict[str, Any], env: TextEnv | AsyncTextEnv) -> dict[str, Any]:
+    """What ``answers.Description`` holds, as plain data. Raises ``EnvContractError``."""
+    real = env.env if isinstance(env, Blocking) else env
+    fps = env.metadata.get("render_fps")
+    described = {
+        "instructions": type(real).instructions_for(**{**registry.entry(id).load().kwargs, **kwargs}),
+        "max_turns": env.max_turns,
+        "actions_per_turn": env.actions_per_turn,
+        # Coroutines are run to their end here, one after the other.
+        "concurrency": "process" if real is not env else env.concurrency,
+        "deterministic": real.deterministic,
+        "has_expert": type(real).has_expert(),
+        "render_modes": list(env.metadata.get("render_modes", [])),
+        "render_mode": env.render_mode,
+        "render_fps": None if fps is None else float(fps),
+        "observation_space": _space(env.observation_space),
+        "action_space": _space(env.action_space),
+    }
+    answers.check_description(described)
+    return described
 
 
 def _space(space: Any) -> list[Any]:
@@ -140,7 +144,7 @@ class Server:
                     f"the host speaks version {version} of the protocol, the sandbox {frames.VERSION}: build the image "
                     "again (agentkit sandbox build)"
                 )
-            if entry_point is not None and _unknown(id, entry_point):
+            if entry_point is not None and unknown(id, entry_point):
                 registry.register(id, entry_point)
             made = Seat(id, kwargs)
             self._seats[seat] = made
@@ -158,7 +162,7 @@ class Server:
                 traceback.print_exc()
 
 
-def _unknown(id: str, entry_point: str) -> bool:
+def unknown(id: str, entry_point: str) -> bool:
     return next((known.target != entry_point for known in registry.list_envs() if known.id == id), True)
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 
 from agentkit.sandboxes.allowlist import Address
-from agentkit.sandboxes.backends.docker_threads import Lane
+from agentkit.sandboxes.lane import Lane
 
 
 def _new_lane() -> Lane[None]:

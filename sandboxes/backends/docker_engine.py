@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agentkit.errors import EngineUnavailable, SandboxError, UnsupportedFeature
 from agentkit.sandboxes.aio import finished
-from agentkit.sandboxes.backends.docker_threads import Lane
+from agentkit.sandboxes.lane import Lane
 
 if TYPE_CHECKING:
     from docker import APIClient

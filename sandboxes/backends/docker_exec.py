@@ -31,7 +31,7 @@ from agentkit.sandboxes.backends import docker_scripts as scripts
 from agentkit.sandboxes.backends.docker_engine import Engine, Refused
 from agentkit.sandboxes.backends.docker_process import ExecProcess
 from agentkit.sandboxes.backends.docker_stream import ExecStream, open_stream
-from agentkit.sandboxes.backends.docker_threads import bounded
+from agentkit.sandboxes.lane import bounded
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.types import ExecRequest, ExecResult, FileInfo, Stats
 

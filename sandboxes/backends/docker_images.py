@@ -15,7 +15,7 @@ from typing import Any
 
 from agentkit.errors import EngineUnavailable, ImageError
 from agentkit.sandboxes.backends.docker_engine import Engine, Refused
-from agentkit.sandboxes.backends.docker_threads import bounded
+from agentkit.sandboxes.lane import bounded
 from agentkit.sandboxes.spec import SandboxSpec
 
 OWN = "agentkit/"

@@ -14,7 +14,7 @@ from requiring import require
 from agentkit.errors import EngineUnavailable, UnsupportedFeature
 from agentkit.sandboxes.backends import docker_stream
 from agentkit.sandboxes.backends.docker_engine import Engine, Refused
-from agentkit.sandboxes.backends.docker_threads import Lane, bounded
+from agentkit.sandboxes.lane import Lane, bounded
 
 Handler = Callable[[str], Awaitable[bytes | None]]
 

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentkit import errors
+from agentkit.envs.forking import FORK, LENGTH, PID, REAP
 from agentkit.errors import EnvContractError, EnvCrashed, EnvTimeout
 from agentkit.trainers.rollout.contract import TurnResult
 from agentkit.trainers.rollout.source import EnvSource
-from agentkit.trainers.rollout.worker import FORK, LENGTH, PID, REAP
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that an environment gets for its ``close`` before its process is killed."""

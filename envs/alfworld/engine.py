@@ -1,0 +1,244 @@
+"""A game as TextWorld plays it. Runs in processes of its own: Fast Downward's library bears neither threads nor company.
+
+Invariant: what is said and what may be done is what TextWorld's ``PddlEnv`` under ALFWorld's wrappers says and allows,
+word for word; only the way there is shorter. Commands are filled in instead of derived by the grammar, a grammar is
+parsed once for all games that differ in their task's sentence, and translations are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import socket
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from agentkit.envs import forking
+from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld.expert import Handcoded
+from agentkit.envs.alfworld.translation import Translation, for_planning, translated
+
+# Slow to import, and shared by every process that is forked from the one that imports this.
+package.load("alfworld.info")
+import fast_downward  # noqa: E402
+from alfworld.agents.utils.misc import Demangler  # noqa: E402
+from textworld.envs.pddl import logic, textgen  # noqa: E402
+from textworld.generator.game import EntityInfo  # noqa: E402
+from textworld.logic import Proposition, Type, TypeHierarchy, Variable  # noqa: E402
+
+_LIBRARY = fast_downward.load_lib()
+"""Loaded before forking: every process has its own copy of what is in it."""
+_TASK = re.compile(r'(?P<before>"rhs": )"(?P<sentence>Your task is to: [^"\\]*)"')
+_UNKNOWN = "Your task is to: UNKNOWN GOAL."
+_NOTHING = "Nothing happens."
+_GO = ("gotolocation", "go to {r}")
+"""The one action whose template asks the state for a name that its parameters tell."""
+
+
+class Unplayable(Exception):
+    """A game that does not load."""
+
+
+class _State(logic.PddlState):
+    """A ``PddlState`` from a translation that is there already."""
+
+    def __init__(self, translation: Translation, rules: Any) -> None:
+        self._logic, self.downward_lib = rules, _LIBRARY
+        self._facts, self._vars_by_name = defaultdict(set), {}
+        self._vars_by_type, self._var_counts = defaultdict(set), Counter()
+        self.name2type = translation.objects
+        self._actions = {
+            name: SimpleNamespace(parameters=[SimpleNamespace(name=n, type_name=t) for n, t in parameters])
+            for name, parameters in translation.parameters.items()
+        }
+        _LIBRARY.load_sas(translation.sas.encode())
+        self.add_facts(
+            Proposition(predicate, [Variable(name, self.name2type[name]) for name in names])
+            for predicate, names in translation.facts
+        )
+        atoms = (logic.Atom * _LIBRARY.get_state_size())()
+        _LIBRARY.get_state(atoms)
+        facts = (atom.get_fact(self.name2type) for atom in atoms)
+        self.add_facts(fact for fact in facts if not fact.is_negation)
+
+
+@functools.lru_cache(maxsize=8)
+def _rules(grammar: str) -> Any:
+    return logic.GameLogic(domain="", grammar=grammar)
+
+
+def _game_logic(grammar: str, types: list[tuple[str, list[str]]]) -> Any:
+    """The logic of a game. What is parsed is shared; the sentence that says the task is the game's own."""
+    found = _TASK.search(grammar)
+    if found is None:
+        rules, sentence = _rules(grammar), None
+    else:
+        skeleton = f'{grammar[: found.start()]}{found["before"]}"{_UNKNOWN}"{grammar[found.end() :]}'
+        rules, sentence = _rules(skeleton), found["sentence"]
+    own = logic.GameLogic.__new__(logic.GameLogic)
+    own.domain, own.actions, own.types = "", rules.actions, TypeHierarchy()
+    own.grammar = textgen.ContextSensitiveGrammar()
+    own.grammar.update(rules.grammar)
+    if sentence is not None:
+        own.grammar._rules["task"] = [textgen.ProductionRule("task", [textgen.TerminalSymbol(sentence)])]
+    for name, above in types:
+        with contextlib.suppress(ValueError):  # declared twice
+            own.types.add(Type(name, above))
+    return own
+
+
+class Game:
+    """One game under way. Raises ``Unplayable`` if what is given is none."""
+
+    def __init__(self, data: dict[str, Any], cache: Path | None) -> None:
+        try:
+            self._texts = str(data["pddl_domain"]), str(data["pddl_problem"])
+            self._cache = cache
+            translation = translated(*self._texts, cache)
+            self._logic = _game_logic(str(data["grammar"]), translation.types)
+            self._state = _State(translation, self._logic)
+            self._entities = _entities(self._state)
+            self.feedback = self._derive("#intro#", {})
+        except Exception as error:  # whatever a broken game makes of TextWorld, its grammars and Fast Downward
+            raise Unplayable(f"{type(error).__name__}: {error}") from error
+        self._planning = False
+        self._look_around()
+
+    @property
+    def won(self) -> bool:
+        return bool(self._state.check_goal())
+
+    def step(self, command: str) -> bool:
+        """Carry out a command; returns whether it is one."""
+        action = self.commands.get(command)
+        if action is None:
+            self.feedback = _NOTHING
+            return False
+        self._state.apply(action)
+        self.feedback = self._derive(action.feedback_rule, action.mapping)
+        self._look_around()
+        return True
+
+    def plan(self) -> list[str]:
+        """The planner's commands from here to the goal; none if it finds no way."""
+        if not self._planning:
+            _LIBRARY.load_sas_replan(for_planning(*self._texts, self._cache).encode())
+            self._planning = True
+        return [command.strip() for command in self._state.replan(self._entities)]
+
+    def facts(self) -> list[Any]:
+        """What holds now, about things as they are called in the game."""
+        return [
+            Proposition(fact.name, [Variable(self._entities[v.name].name, v.type) for v in fact.arguments])
+            for fact in self._state.facts
+        ]
+
+    def _look_around(self) -> None:
+        """Which commands there are now; of two actions behind one command, the first is taken."""
+        self.commands: dict[str, Any] = {}
+        for action in self._state.all_applicable_actions():
+            self.commands.setdefault(self._command(action), action)
+
+    def _command(self, action: Any) -> str:
+        template = _GO[1] if action.name == _GO[0] else action.command_template
+        if "[" in template or "#" in template:
+            return self._derive(template, action.mapping)
+        return template.format(**{place.name: self._entities[v.name].name for place, v in action.mapping.items()})
+
+    def _derive(self, symbol: str, mapping: Any) -> str:
+        context = {
+            "state": self._state,
+            "facts": [],
+            "variables": {place.name: self._entities[variable.name] for place, variable in mapping.items()},
+            "mapping": mapping,
+            "entity_infos": self._entities,
+        }
+        return self._logic.grammar.derive(symbol, context)
+
+
+def _entities(state: Any) -> dict[str, Any]:
+    """Everything in a game, under the names that ALFWorld gives."""
+    entities = {v.name: EntityInfo(v.name, v.type) for fact in state.facts for v in fact.arguments}
+    demangler = Demangler(game_infos=entities)
+    for entity in entities.values():
+        entity.name, entity.definite, entity.indefinite = demangler.demangle_alfred_name(entity.id), "the", "a"
+    return entities
+
+
+class Engine:
+    """Answers an environment's calls: ``load``, ``step``, ``plan``."""
+
+    def __init__(self) -> None:
+        self._game: Game | None = None
+        self._expert: Handcoded | None = None
+
+    def load(
+        self, path: str, goal: dict[str, Any], upgrade: bool, expert_seed: int | None, cache: str | None
+    ) -> dict[str, Any]:
+        """Begin a game. ``expert_seed``: the hand-coded expert is to look on."""
+        self._game = self._expert = None
+        try:
+            data = json.loads(Path(path).read_text("utf-8"))
+            if upgrade:
+                data = upgraded(data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Unplayable(f"{type(error).__name__}: {error}") from error
+        game = self._game = Game(data, None if cache is None else Path(cache))
+        if expert_seed is not None:
+            self._expert = Handcoded(goal, expert_seed, game.feedback)
+        return self._said(True)
+
+    def step(self, command: str) -> dict[str, Any]:
+        game = self._playing()
+        valid = game.step(command)
+        if self._expert is not None:
+            self._expert.watch(command, game.feedback, list(game.commands), game.facts(), game.won)
+        return self._said(valid)
+
+    def plan(self) -> list[str]:
+        """What the expert would do: the planner all the way, the hand-coded one the next command."""
+        if self._expert is None:
+            return self._playing().plan()
+        return [] if self._expert.next is None else [self._expert.next]
+
+    def _playing(self) -> Game:
+        if self._game is None:
+            raise RuntimeError("no game is loaded")
+        return self._game
+
+    def _said(self, valid: bool) -> dict[str, Any]:
+        game = self._playing()
+        return {"feedback": game.feedback, "won": game.won, "valid": valid, "commands": sorted(game.commands)}
+
+
+def upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """A game of an older version with the domain and the grammar of 2.1.2, as the official patch makes it."""
+    found = _TASK.search(data["grammar"])
+    if found is None:
+        raise ValueError("its grammar says no task")
+    domain, grammar = package.texts()
+    return {**data, "pddl_domain": domain, "grammar": grammar.replace(_UNKNOWN, found["sentence"])}
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer calls until the other end closes; what native code prints goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    engine = Engine()
+    while (request := forking.receive(connection)) is not None:
+        name, *arguments = json.loads(request)
+        try:
+            reply = ["ok", getattr(engine, name)(*arguments)]
+        except Unplayable as error:
+            reply = ["unplayable", str(error)]
+        except Exception as error:
+            reply = ["crashed", f"{name} raised {type(error).__name__}: {error}"]
+        forking.send(connection, json.dumps(reply).encode())
+
+
+_rules(package.texts()[1])

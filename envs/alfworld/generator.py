@@ -1,0 +1,244 @@
+"""agentkit's own games in ALFWorld's format: rooms, objects and goals drawn at random, over ALFRED's domain.
+
+Invariant: a split and an index decide a game, bit for bit. Every game can be won: what its goal names is there, is not
+yet where it belongs, and can be brought there. The splits share no game, and ``valid_unseen`` shares no room.
+
+The domain (``alfred.pddl``), the grammar (``alfred.twl2``), the goals and what fits where come with the ``alfworld``
+package; a game is written as ``TASK-OBJECT-None-RECEPTACLE-SCENE/trial_NUMBER/game.tw-pddl`` with its
+``traj_data.json``, as the official ones are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld.games import GAME, SPLITS, TASKS, TRAJECTORY, Split, Task
+from agentkit.envs.alfworld.rooms import LAMP, LAMP_PLACES, LAMP_ROOMS, TEMPLATES, Kind, Scene, scene
+
+COUNTS: dict[Split, int] = {"train": 240, "valid_seen": 48, "valid_unseen": 48}
+"""Games of the collection; every sixth is of the same task."""
+_SEEN_SCENES, _UNSEEN_SCENES = range(8), range(8, 12)
+_STATION = {
+    "pick_clean_then_place_in_recep": ("SinkBasin", "Cleanable"),
+    "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
+    "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
+}
+"""Where an object gets the property that a task wants, and how what can have it is called."""
+_OPENABLE = ("Fridge", "Cabinet", "Microwave", "Drawer", "Safe")
+_MOST_OBJECTS = 3
+_INSIDE = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}
+"""Receptacles that are parts of something, which their ids name first."""
+
+
+class Goal(NamedTuple):
+    """What is to be done, in ALFRED's terms: ``receptacle`` is the lamp where a thing is to be looked at."""
+
+    task: Task
+    object: str
+    receptacle: str
+
+
+@dataclass(frozen=True)
+class Game:
+    """A generated game: the folder it belongs to, and the contents of its two files."""
+
+    folder: str
+    game: dict[str, object]
+    trajectory: dict[str, object]
+
+
+def write(folder: Path) -> None:
+    """Write the whole collection into ``folder``."""
+    for split, count in COUNTS.items():
+        for index in range(count):
+            made = generate(split, index)
+            target = folder / split / made.folder
+            target.mkdir(parents=True)
+            (target / GAME).write_text(json.dumps(made.game))
+            (target / TRAJECTORY).write_text(json.dumps(made.trajectory))
+
+
+def generate(split: Split, index: int) -> Game:
+    """The ``index``-th game of a split."""
+    rng = np.random.default_rng([SPLITS.index(split), index])
+    task: Task = TASKS[index % len(TASKS)]
+    while True:
+        room = _room(task, split, rng)
+        goal = _goal(task, room, rng)
+        if goal is not None and _part(goal, room) in (split, None):
+            return _written(goal, room, f"trial_{SPLITS.index(split)}{index:05d}", rng)
+
+
+def _room(task: Task, split: Split, rng: np.random.Generator) -> Scene:
+    kinds: tuple[Kind, ...] = tuple(TEMPLATES)
+    if task == "look_at_obj_in_light":
+        kinds = LAMP_ROOMS
+    elif task in _STATION:
+        kinds = tuple(kind for kind in kinds if _STATION[task][0] in TEMPLATES[kind].receptacles)
+    scenes = _UNSEEN_SCENES if split == "valid_unseen" else _SEEN_SCENES
+    return scene(_draw(kinds, rng), int(rng.choice(scenes)))
+
+
+def _goal(task: Task, room: Scene, rng: np.random.Generator) -> Goal | None:
+    """Something to do in a room; None if what was drawn has no place there."""
+    thing = _draw(TEMPLATES[room.kind].objects, rng)
+    homes = [receptacle for receptacle in _homes(thing, room) if receptacle not in _STATION.get(task, ())]
+    if len(homes) < 2:  # one to be found in, and another to be brought to
+        return None
+    if task == "look_at_obj_in_light":
+        return Goal(task, thing, LAMP) if set(LAMP_PLACES) & set(room.receptacles) else None
+    if task in _STATION:
+        station, property = _STATION[task]
+        if station not in room.receptacles or thing not in package.constants().VAL_ACTION_OBJECTS[property]:
+            return None
+    return Goal(task, thing, _draw(homes, rng))
+
+
+def _homes(thing: str, room: Scene) -> list[str]:
+    """Types of receptacles of a room that may hold a thing, each once, in a fixed order."""
+    holders = package.constants().VAL_RECEPTACLE_OBJECTS
+    return sorted({receptacle for receptacle in room.receptacles if thing in holders[receptacle]})
+
+
+def _part(goal: Goal, room: Scene) -> Split | None:
+    """The split that a goal in a room belongs to, if rooms alone do not decide."""
+    if room.number - TEMPLATES[room.kind].first_scene not in _SEEN_SCENES:
+        return None
+    names = "-".join((goal.task, goal.object, goal.receptacle, str(room.number))).encode()
+    return "valid_seen" if np.random.default_rng(list(names)).integers(5) == 0 else "train"
+
+
+class _Placed(NamedTuple):
+    """A thing in the room: its id, its type, and for an object the id of what it is in."""
+
+    id: str
+    type: str
+    location: str
+    inside: str = ""
+
+
+def _written(goal: Goal, room: Scene, trial: str, rng: np.random.Generator) -> Game:
+    places = _places(room, rng)
+    things = list(_things(goal, room, places, rng))
+    templates = package.goals()[goal.task]["templates"]
+    names = {"obj": goal.object, "recep": goal.receptacle, "toggle": goal.receptacle, "mrecep": ""}
+    sentence = templates[int(rng.integers(len(templates)))].format(**{key: name.lower() for key, name in names.items()})
+    ending = package.goals()[goal.task]["pddl"].replace("#", "-").format(**names)
+    domain, grammar = package.texts()
+    game = {
+        "pddl_domain": domain,
+        "grammar": grammar.replace("UNKNOWN GOAL", sentence),
+        "pddl_problem": _problem(trial, places, things, ending),
+        "solvable": True,
+    }
+    looks = goal.task == "look_at_obj_in_light"
+    trajectory = {
+        "task_type": goal.task,
+        "task_id": trial,
+        "pddl_params": {
+            "object_target": goal.object,
+            "parent_target": "" if looks else goal.receptacle,
+            "toggle_target": goal.receptacle if looks else "",
+            "mrecep_target": "",
+            "object_sliced": False,
+        },
+        "scene": {"scene_num": room.number},
+        "turk_annotations": {"anns": [{"task_desc": sentence}]},
+    }
+    return Game(f"{goal.task}-{goal.object}-None-{goal.receptacle}-{room.number}/{trial}", game, trajectory)
+
+
+def _places(room: Scene, rng: np.random.Generator) -> list[_Placed]:
+    """The receptacles of a room, each before a location of its own."""
+    cells = rng.permutation(24 * 24)[: len(room.receptacles)]
+    placed = []
+    for name, cell in zip(room.receptacles, cells, strict=True):
+        x, z = int(cell) // 24 - 12, int(cell) % 24 - 12
+        rest = _position(x / 4, float(rng.choice([0.3, 0.9, 1.4])), z / 4)
+        id = f"{_INSIDE[name]}_bar_{rest}_bar_{name}" if name in _INSIDE else f"{name}_bar_{rest}"
+        placed.append(_Placed(id, name, _location(x, z)))
+    return placed
+
+
+def _things(goal: Goal, room: Scene, places: list[_Placed], rng: np.random.Generator) -> Iterator[_Placed]:
+    """The objects of a room: those of the goal, away from where they are to be brought, and others anywhere."""
+    template = TEMPLATES[room.kind]
+    wanted = 2 if goal.task == "pick_two_obj_and_place" else 1
+    others = [name for name in template.objects if name != goal.object]
+    count = int(rng.integers(len(others) // 2, len(others) + 1))
+    names = [goal.object] * (wanted + int(rng.integers(2)))
+    for other in rng.permutation(len(others))[:count]:
+        names += [others[other]] * int(rng.integers(1, _MOST_OBJECTS + 1))
+    for number, name in enumerate(names):
+        homes = set(_homes(name, room)) - ({goal.receptacle} if name == goal.object else set())
+        yield _inside(name, number, [place for place in places if place.type in homes], rng)
+    if set(LAMP_PLACES) & set(room.receptacles) and room.kind in LAMP_ROOMS:
+        yield _inside(LAMP, len(names), [place for place in places if place.type in LAMP_PLACES], rng)
+
+
+def _inside(name: str, number: int, places: list[_Placed], rng: np.random.Generator) -> _Placed:
+    place = places[int(rng.integers(len(places)))]
+    # Heights tell objects apart, wherever they are.
+    x, z = (float(rng.uniform(-3, 3)) for _ in range(2))
+    return _Placed(f"{name}_bar_{_position(x, 0.5 + number / 100, z)}", name, place.location, place.id)
+
+
+def _problem(name: str, places: list[_Placed], things: list[_Placed], ending: str) -> str:
+    constants = package.constants()
+    holders, properties = constants.VAL_RECEPTACLE_OBJECTS, constants.VAL_ACTION_OBJECTS
+    start = _location(0, 12)
+    receptacle_types = sorted({place.type for place in places})
+    object_types = sorted({thing.type for thing in things})
+    objects = [
+        "agent1 - agent",
+        *(f"{name}Type - rtype" for name in receptacle_types),
+        *(f"{name}Type - otype" for name in object_types),
+        *(f"{place.id} - receptacle" for place in places),
+        *(f"{thing.id} - object" for thing in things),
+        *(f"{location} - location" for location in [start, *(place.location for place in places)]),
+    ]
+    facts = [f"receptacleType {place.id} {place.type}Type" for place in places]
+    facts += [f"objectType {thing.id} {thing.type}Type" for thing in things]
+    facts += [
+        f"canContain {receptacle}Type {thing}Type"
+        for receptacle in receptacle_types
+        for thing in object_types
+        if thing in holders[receptacle]
+    ]
+    facts += [f"openable {place.id}" for place in places if place.type in _OPENABLE]
+    facts += [f"pickupable {thing.id}" for thing in things if thing.type != LAMP]
+    facts += [
+        f"{property.lower()} {thing.id}"
+        for property in sorted(properties)
+        for thing in things
+        if thing.type in properties[property]
+    ]
+    facts += [f"inReceptacle {thing.id} {thing.inside}" for thing in things]
+    facts += [f"receptacleAtLocation {place.id} {place.location}" for place in places]
+    facts += [f"objectAtLocation {thing.id} {thing.location}" for thing in things]
+    facts += [f"atLocation agent1 {start}", "= (total-cost) 0"]
+    lines = [f"(define (problem {name})", "(:domain alfred)", "(:objects", *objects, ")", "(:init"]
+    return "\n".join([*lines, *(f"({fact})" for fact in facts), ")", ending.strip()])
+
+
+def _position(*coordinates: float) -> str:
+    """Coordinates as ALFRED's ids write them, two digits before and after the point."""
+    texts = (f"{abs(value):05.2f}".replace(".", "_dot_") for value in coordinates)
+    signs = ("minus" if value < 0 else "plus" for value in coordinates)
+    return "_bar_".join(f"_{sign}_{text}" for sign, text in zip(signs, texts, strict=True))
+
+
+def _location(x: int, z: int) -> str:
+    texts = (f"_minus_{-value}" if value < 0 else str(value) for value in (x, z))
+    return f"loc_bar_{'_bar_'.join(texts)}_bar_0_bar_30"
+
+
+def _draw(options: tuple[str, ...] | list[str], rng: np.random.Generator):
+    return options[int(rng.integers(len(options)))]

@@ -1,0 +1,104 @@
+"""A game's PDDL, translated for Fast Downward: the slow part of loading a game, done once for each.
+
+Invariant: a translation depends on the domain and the problem alone, and is plain data. A kept one is whole or not
+there; a folder that cannot be written costs time, never a game.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a state of the game is made from."""
+
+    sas: str
+    """The task in Fast Downward's format, with nothing pruned, since every action may be tried."""
+    types: list[tuple[str, list[str]]]
+    """Types and the types above them."""
+    objects: dict[str, str]
+    """Object → its type."""
+    facts: list[tuple[str, list[str]]]
+    """What holds at first and never changes, or changes: predicate and objects."""
+    parameters: dict[str, list[tuple[str, str]]]
+    """Action → the names and types of its parameters."""
+
+
+def translated(domain: str, problem: str, cache: Path | None) -> Translation:
+    """Translate, or find what was kept in ``cache``. Raises whatever Fast Downward's translator raises."""
+    kept = _place(domain, problem, "state", cache)
+    if (text := _read(kept)) is not None:
+        return Translation(**json.loads(text))
+    made = _translate(domain, problem)
+    _write(kept, json.dumps(asdict(made)))
+    return made
+
+
+def for_planning(domain: str, problem: str, cache: Path | None) -> str:
+    """The task in Fast Downward's format as the planner takes it: what cannot matter to the goal is gone."""
+    import fast_downward
+
+    kept = _place(domain, problem, "plan", cache)
+    if (text := _read(kept)) is not None:
+        return text
+    _, sas = fast_downward.pddl2sas(domain, problem, optimize=True)
+    _write(kept, sas)
+    return sas
+
+
+def _translate(domain: str, problem: str) -> Translation:
+    import fast_downward
+
+    task, sas = fast_downward.pddl2sas(domain, problem)
+    facts: list[tuple[str, list[str]]] = [
+        (atom.predicate, list(atom.args))
+        for atom in task.init
+        # Costs are assigned, and equality is no fact of the game.
+        if isinstance(atom, fast_downward.translate.pddl.conditions.Atom) and atom.predicate != "="
+    ]
+    return Translation(
+        sas,
+        [(type.name, list(type.supertype_names)) for type in task.types],
+        {thing.name: thing.type_name for thing in task.objects},
+        facts,
+        {
+            action.name: [(parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters]
+            for action in task.actions
+        },
+    )
+
+
+def _place(domain: str, problem: str, purpose: str, cache: Path | None) -> Path | None:
+    if cache is None:
+        return None
+    digest = hashlib.sha256(json.dumps([_VERSION, purpose, domain, problem]).encode()).hexdigest()
+    return cache / f"{digest[:32]}.z"
+
+
+def _read(path: Path | None) -> str | None:
+    try:
+        return None if path is None else zlib.decompress(path.read_bytes()).decode()
+    except (OSError, zlib.error, UnicodeDecodeError):
+        return None
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(zlib.compress(text.encode(), 1))
+        os.replace(file.name, path)
+    except OSError:
+        return

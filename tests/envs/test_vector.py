@@ -1,0 +1,195 @@
+"""Vectors of text environments: gymnasium's semantics, told by gymnasium itself, and failures that stay alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any, ClassVar
+
+import faulty_envs
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.spaces import Tuple
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from requiring import require
+
+import agentkit
+from agentkit.envs.base import AsyncTextEnv
+from agentkit.envs.vector import TextVectorEnv
+from agentkit.errors import ConfigError, RegistryError
+
+N = 3
+MODES = ["async", "process"]
+
+
+class Waiting(AsyncTextEnv):
+    """Waits a moment at every step, or for ever."""
+
+    instructions = "Wait."
+    concurrency: ClassVar[Any] = "inline"
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        await super().reset(seed=seed)
+        return f"begun {self.np_random.random()}", {"success": False, "action_valid": True}
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(3600 if action == "hang" else 0.2)
+        return "waited", 1.0, False, False, {"success": False, "action_valid": True}
+
+
+class Counting(faulty_envs.Faulty):
+    """The same where threads are needed."""
+
+    concurrency: ClassVar[Any] = "thread"
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    agentkit.register("TestFaulty-v0", "faulty_envs:Faulty")
+    agentkit.register("TestThreaded-v0", Counting)
+    agentkit.register("TestWaiting-v0", Waiting)
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether infos agree, where masks say that there are any."""
+    return first.keys() == second.keys() and all(
+        same(value, second[key]) if isinstance(value, dict) else list(value) == list(second[key])
+        for key, value in first.items()
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("autoreset", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_episodes_are_those_of_gymnasiums_own_vector(mode: str, autoreset: AutoresetMode) -> None:
+    makers = [lambda: gymnasium.make("agentkit:agentkit/FrozenLake-v1", disable_env_checker=True)] * N
+    theirs = SyncVectorEnv(makers, autoreset_mode=autoreset)
+    ours = agentkit.make_vec("FrozenLake-v1", N, mode=mode, autoreset_mode=autoreset)
+    rng, ended = np.random.default_rng(0), 0
+    try:
+        seeds: list[int | None] = [7, 8, 9]
+        outcomes = [env.reset(seed=seeds) for env in (ours, theirs)]
+        assert outcomes[0][0] == tuple(outcomes[1][0])
+        assert same(outcomes[0][1], outcomes[1][1])
+        for _ in range(120):
+            actions = tuple(rng.choice(["Left", "Down", "Right", "Up"], size=N).tolist())
+            results: list[Any] = [env.step(actions) for env in (ours, theirs)]
+            (obs, *numbers, infos), (their_obs, *their_numbers, their_infos) = results
+            assert [array.tolist() for array in numbers] == [array.tolist() for array in their_numbers]
+            done = numbers[1] | numbers[2]
+            # What chance begins next is drawn by each environment's own generator, the same in both.
+            assert obs == tuple(their_obs)
+            assert same(infos, their_infos)
+            assert [array.dtype for array in numbers] == [np.float64, bool, bool]
+            ended += int(done.sum())
+            if autoreset is AutoresetMode.DISABLED and done.any():
+                with pytest.raises(ResetNeeded, match="reset_mask"):
+                    ours.step(actions)
+                seed: list[int | None] = list(range(100 * ended, 100 * ended + N))
+                begun = [env.reset(seed=seed, options={"reset_mask": done.copy()}) for env in (ours, theirs)]
+                assert begun[0][0] == tuple(begun[1][0])
+        assert ended > 5
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def test_spaces_and_limits() -> None:
+    with_limit = agentkit.make_vec("FrozenLake-v1", 2, max_steps=2)
+    try:
+        assert isinstance(with_limit.observation_space, Tuple)
+        observations, _ = with_limit.reset(seed=1)
+        assert with_limit.observation_space.contains(observations)
+        assert with_limit.action_space.contains(with_limit.action_space.sample())
+        *_, truncations, _ = [with_limit.step(("Left", "nonsense")) for _ in range(2)][-1]
+        assert truncations.tolist() == [True, True]
+        for actions in ("Up", ["Up"], ["Up"] * 3):
+            with pytest.raises(ValueError, match="takes 2 texts"):
+                with_limit.step(actions)
+        with pytest.raises(ValueError, match="3 seeds for 2"):
+            with_limit.reset(seed=[1, 2, 3])
+        with pytest.raises(ValueError, match="reset_mask"):
+            with_limit.reset(options={"reset_mask": np.zeros(2, dtype=bool)})
+    finally:
+        with_limit.close()
+        with_limit.close()
+    for wrong in ({"num_envs": 0}, {"num_envs": 1, "max_steps": 0}, {"num_envs": 1, "autoreset_mode": "never"}):
+        with pytest.raises(ValueError, match=r"at least 1|never"):
+            agentkit.make_vec("FrozenLake-v1", **wrong)
+    with pytest.raises(ConfigError, match="mode='async' has none"):
+        agentkit.make_vec("FrozenLake-v1", 1, sandbox_spec={"image": "x"})
+    for mode in MODES:
+        with pytest.raises(RegistryError, match="did you mean"):
+            agentkit.make_vec("FrozenLake-v1", 1, mode=mode, is_slipery=True)
+    fresh = agentkit.make_vec("FrozenLake-v1", 1)
+    with pytest.raises(ResetNeeded):
+        fresh.step(["Up"])
+    fresh.close()
+
+
+@pytest.mark.parametrize(
+    ("id", "mode", "faults"),
+    [
+        ("TestFaulty-v0", "process", ["raise", "die", "hang", "nan"]),
+        ("TestThreaded-v0", "async", ["raise", "exit", "hang", "nan"]),
+        ("TestWaiting-v0", "async", ["hang"]),
+    ],
+)
+def test_a_failure_costs_its_own_episode(id: str, mode: str, faults: list[str]) -> None:
+    vector = agentkit.make_vec(id, 3, mode=mode, step_timeout=1.0)
+    try:
+        vector.reset(seed=5)
+        for fault in faults:
+            observations, rewards, terminated, truncated, infos = vector.step(["on", fault, "on"])
+            assert truncated.tolist() == [False, True, False], fault
+            assert (observations[1], rewards[1], terminated.any()) == ("", 0.0, False)
+            assert rewards[0] == rewards[2] > 0
+            assert infos["_failure"].tolist() == [False, True, False]
+            assert infos["failure"][1].startswith(("EnvCrashed", "EnvTimeout", "EnvContractError"))
+            observations, rewards, _, truncated, infos = vector.step(["on"] * 3)
+            assert observations[1].startswith(("begun", "count 0")), "a fresh environment began the next episode"
+            assert not truncated.any()
+            assert rewards.tolist()[1] == 0.0
+            assert "failure" not in infos
+    finally:
+        start = time.monotonic()
+        vector.close()
+    assert time.monotonic() - start < 5
+    assert sum(thread.name.startswith("agentkit-vector") for thread in threading.enumerate()) <= 1, (
+        "but for the hung one"
+    )
+
+
+def test_environments_wait_together() -> None:
+    vector = agentkit.make_vec("TestWaiting-v0", 50)
+    try:
+        vector.reset(seed=0)
+        start = time.monotonic()
+        vector.step(["on"] * 50)
+        assert time.monotonic() - start < 2  # 10 s one after the other
+    finally:
+        vector.close()
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_in_docker_the_episodes_are_the_same() -> None:
+    require("docker", "pip install 'agentkit-rl[docker]'")
+    vectors = [agentkit.make_vec("FrozenLake-v1", N, mode=mode) for mode in ("async", "docker")]
+    try:
+        played = [play(vector) for vector in vectors]
+    finally:
+        for vector in vectors:
+            vector.close()
+    assert played[0] == played[1]
+
+
+def play(vector: TextVectorEnv) -> list[Any]:
+    rng = np.random.default_rng(1)
+    outcomes: list[Any] = [vector.reset(seed=3)[0]]
+    for _ in range(20):
+        observations, *numbers, _ = vector.step(rng.choice(["Left", "Down", "Right", "Up"], size=N).tolist())
+        outcomes.append((observations, *(array.tolist() for array in numbers)))
+    return outcomes
