@@ -21,7 +21,8 @@ from typing import Any
 from agentkit.envs import forking
 from agentkit.envs.alfworld import package
 from agentkit.envs.alfworld.expert import Handcoded
-from agentkit.envs.alfworld.translation import Translation, for_planning, translated
+from agentkit.envs.alfworld.planning import Fact, problem
+from agentkit.envs.alfworld.translation import Translation, translated
 
 # Slow to import, and shared by every process that is forked from the one that imports this.
 package.load("alfworld.info")
@@ -31,8 +32,9 @@ from textworld.envs.pddl import logic, textgen  # noqa: E402
 from textworld.generator.game import EntityInfo  # noqa: E402
 from textworld.logic import Proposition, Type, TypeHierarchy, Variable  # noqa: E402
 
-_LIBRARY = fast_downward.load_lib()
-"""Loaded before forking: every process has its own copy of what is in it."""
+_LIBRARY, _PLANNER = fast_downward.load_lib(), fast_downward.load_lib()
+"""Each load is a copy with a state of its own: one is the game, one plans. Loaded before forking, so that every process
+has its own of both."""
 _TASK = re.compile(r'(?P<before>"rhs": )"(?P<sentence>Your task is to: [^"\\]*)"')
 _UNKNOWN = "Your task is to: UNKNOWN GOAL."
 _NOTHING = "Nothing happens."
@@ -98,7 +100,6 @@ class Game:
     def __init__(self, data: dict[str, Any], cache: Path | None) -> None:
         try:
             self._texts = str(data["pddl_domain"]), str(data["pddl_problem"])
-            self._cache = cache
             translation = translated(*self._texts, cache)
             self._logic = _game_logic(str(data["grammar"]), translation.types)
             self._state = _State(translation, self._logic)
@@ -106,7 +107,6 @@ class Game:
             self.feedback = self._derive("#intro#", {})
         except Exception as error:  # whatever a broken game makes of TextWorld, its grammars and Fast Downward
             raise Unplayable(f"{type(error).__name__}: {error}") from error
-        self._planning = False
         self._look_around()
 
     @property
@@ -126,10 +126,15 @@ class Game:
 
     def plan(self) -> list[str]:
         """The planner's commands from here to the goal; none if it finds no way."""
-        if not self._planning:
-            _LIBRARY.load_sas_replan(for_planning(*self._texts, self._cache).encode())
-            self._planning = True
-        return [command.strip() for command in self._state.replan(self._entities)]
+        domain, original = self._texts
+        facts = (Fact(fact.name, tuple(v.name.lower() for v in fact.arguments)) for fact in self._state.facts)
+        _, sas = fast_downward.pddl2sas(domain, problem(facts, self._state.name2type, original), optimize=True)
+        if not _PLANNER.solve_sas(sas.encode(), False):
+            return []
+        operators = (fast_downward.Operator * _PLANNER.get_last_plan_length())()
+        _PLANNER.get_last_plan(operators)
+        plan = self._state.plan_to_templated_actions([operator.name for operator in operators], self._entities)
+        return [command.strip() for command in plan]
 
     def facts(self) -> list[Any]:
         """What holds now, about things as they are called in the game."""
