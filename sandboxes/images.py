@@ -192,16 +192,26 @@ def _fetch(target: Path, pins: Sequence[str], python: Python) -> None:
     command += ["--target", str(target), "--only-binary=:all:", "--implementation=cp"]
     command += [f"--python-version={python.version}"]
     command += [f"--platform={name}" for name in platforms] + ["--constraint", str(constraints), *pins]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise ImageError(
-            f"pip did not fetch {', '.join(pins)} in {_PIP_TIMEOUT:g} s; can it reach an index?"
-        ) from error
+    done = _pip(command, pins)
+    if done.returncode != 0:
+        # What the index has no wheel of was built here when it was installed, and is again: pip remembers such wheels.
+        wheels = target.with_name("wheels")
+        making = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+        if _pip([*making, "--wheel-dir", str(wheels), "--constraint", str(constraints), *pins], pins).returncode == 0:
+            done = _pip([*command, "--find-links", str(wheels)], pins)
     if done.returncode != 0:
         raise ImageError(
             f"pip cannot fetch {', '.join(pins)} for Python {python.version}: {done.stderr.strip()[-2000:]}"
         )
+
+
+def _pip(command: Sequence[str], pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise ImageError(
+            f"pip did not fetch {', '.join(pins)} in {_PIP_TIMEOUT:g} s; can it reach an index?"
+        ) from error
 
 
 def _probe(client: APIClient, image: str) -> Python:
