@@ -183,8 +183,11 @@ class _Probed:
 def _fetch(target: Path, pins: Sequence[str], python: Python) -> None:
     """Lay out packages, and what they require, for the image's Python, at this host's versions where it has them."""
     constraints = target.with_name("constraints.txt")
-    pinned = {f"{d.name}=={d.version}" for d in metadata.distributions() if re.fullmatch(r"[\w.!]+", d.version)}
-    constraints.write_text("\n".join(sorted(pinned)) + "\n")
+    pinned: dict[str, str] = {}
+    for found in metadata.distributions():
+        if re.fullmatch(r"[\w.!]+", found.version):
+            pinned.setdefault(re.sub(r"[-_.]+", "-", found.name).lower(), found.version)  # the first is imported
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pinned.items())))
     (major, newest), machine = python.libc, python.machine
     platforms = [f"manylinux_{major}_{minor}_{machine}" for minor in range(newest, 16, -1)]
     platforms += [f"manylinux2014_{machine}", f"linux_{machine}"]
