@@ -94,7 +94,7 @@ DATASETS: dict[str, DataSet] = {
             homepage="agentkit",
             size="nothing",
             forms=(("train", "valid_seen", "valid_unseen"),),
-            counts={"train": 480, "valid_seen": 96, "valid_unseen": 96},
+            counts={"train": 240, "valid_seen": 48, "valid_unseen": 48},
             generate="agentkit.envs.alfworld.generator:write",
             **_ALFWORLD,
         ),

@@ -159,9 +159,7 @@ class Child:
             raise EnvTimeout(f"{name} took longer than {timeout:g} s; its process was killed") from None
         except (OSError, EOFError) as error:
             self.kill()
-            raise EnvCrashed(
-                f"{name}: its process died (killed, out of memory, or a crash in native code)"
-            ) from error
+            raise EnvCrashed(f"{name}: its process died (killed, out of memory, or a crash in native code)") from error
         except BaseException:
             self.kill()  # whatever comes now would be taken for the answer to the next call
             raise

@@ -1,4 +1,4 @@
-"""A game as TextWorld plays it. Runs in processes of its own: Fast Downward's library bears neither threads nor company.
+"""A game as TextWorld plays it. Runs in processes of its own: Fast Downward bears neither threads nor company.
 
 Invariant: what is said and what may be done is what TextWorld's ``PddlEnv`` under ALFWorld's wrappers says and allows,
 word for word; only the way there is shorter. Commands are filled in instead of derived by the grammar, a grammar is
@@ -26,11 +26,13 @@ from agentkit.envs.alfworld.translation import Translation, translated
 
 # Slow to import, and shared by every process that is forked from the one that imports this.
 package.load("alfworld.info")
-import fast_downward  # noqa: E402
-from alfworld.agents.utils.misc import Demangler  # noqa: E402
-from textworld.envs.pddl import logic, textgen  # noqa: E402
-from textworld.generator.game import EntityInfo  # noqa: E402
-from textworld.logic import Proposition, Type, TypeHierarchy, Variable  # noqa: E402
+fast_downward: Any = package.load("fast_downward")
+logic: Any = package.load("textworld.envs.pddl.logic")
+model: Any = package.load("textworld.logic")
+textgen: Any = package.load("textworld.envs.pddl.textgen")
+EntityInfo: Any = package.load("textworld.generator.game").EntityInfo
+Demangler: Any = package.load("alfworld.agents.utils.misc").Demangler
+Proposition, Variable = model.Proposition, model.Variable
 
 _LIBRARY, _PLANNER = fast_downward.load_lib(), fast_downward.load_lib()
 """Each load is a copy with a state of its own: one is the game, one plans. Loaded before forking, so that every process
@@ -83,14 +85,14 @@ def _game_logic(grammar: str, types: list[tuple[str, list[str]]]) -> Any:
         skeleton = f'{grammar[: found.start()]}{found["before"]}"{_UNKNOWN}"{grammar[found.end() :]}'
         rules, sentence = _rules(skeleton), found["sentence"]
     own = logic.GameLogic.__new__(logic.GameLogic)
-    own.domain, own.actions, own.types = "", rules.actions, TypeHierarchy()
+    own.domain, own.actions, own.types = "", rules.actions, model.TypeHierarchy()
     own.grammar = textgen.ContextSensitiveGrammar()
     own.grammar.update(rules.grammar)
     if sentence is not None:
         own.grammar._rules["task"] = [textgen.ProductionRule("task", [textgen.TerminalSymbol(sentence)])]
     for name, above in types:
         with contextlib.suppress(ValueError):  # declared twice
-            own.types.add(Type(name, above))
+            own.types.add(model.Type(name, above))
     return own
 
 

@@ -42,7 +42,8 @@ def problem(facts: Iterable[Fact], types: Mapping[str, str], original: str) -> s
     kept = _relevant(facts, goal) | {name for name, type in types.items() if type in ("agent", "rtype", "otype")}
     objects = "\n".join(f"{name} - {types[name]}" for name in sorted(kept))
     init = "\n".join(f"({' '.join((fact.predicate, *fact.names))})" for fact in facts if kept.issuperset(fact.names))
-    return f"(define (problem now)\n(:domain alfred)\n(:objects\n{objects}\n)\n(:init\n{init}\n(= (total-cost) 0)\n)\n{goal}"
+    head = "(define (problem now)\n(:domain alfred)"
+    return f"{head}\n(:objects\n{objects}\n)\n(:init\n{init}\n(= (total-cost) 0)\n)\n{goal}"
 
 
 def _relevant(facts: list[Fact], goal: str) -> set[str]:

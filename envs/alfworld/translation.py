@@ -13,7 +13,8 @@ import tempfile
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from agentkit.envs.alfworld import package
 
 _VERSION = 1
 
@@ -45,8 +46,7 @@ def translated(domain: str, problem: str, cache: Path | None) -> Translation:
 
 
 def _translate(domain: str, problem: str) -> Translation:
-    import fast_downward
-
+    fast_downward = package.load("fast_downward")
     task, sas = fast_downward.pddl2sas(domain, problem)
     facts: list[tuple[str, list[str]]] = [
         (atom.predicate, list(atom.args))

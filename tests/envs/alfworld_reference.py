@@ -9,16 +9,12 @@ from typing import Any
 
 from agentkit.envs.alfworld import package
 
-package.load("alfworld.info")
-
 
 def make(game: Path | dict[str, Any]) -> Any:
     """The official environment of a game, loaded."""
-    import textworld
-    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-    from textworld.envs import PddlEnv
-
-    env = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)), shuffle=False)
+    infos = package.load("textworld").EnvInfos(won=True, admissible_commands=True)
+    wrapper = package.load("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
+    env = wrapper(package.load("textworld.envs").PddlEnv(infos), shuffle=False)
     env.load(game if isinstance(game, dict) else str(game))
     return env
 
