@@ -183,8 +183,11 @@ class _Probed:
 def _fetch(target: Path, pins: Sequence[str], python: Python) -> None:
     """Lay out packages, and what they require, for the image's Python, at this host's versions where it has them."""
     constraints = target.with_name("constraints.txt")
-    pinned = {f"{d.name}=={d.version}" for d in metadata.distributions() if re.fullmatch(r"[\w.!]+", d.version)}
-    constraints.write_text("\n".join(sorted(pinned)) + "\n")
+    pinned: dict[str, str] = {}
+    for found in metadata.distributions():
+        if re.fullmatch(r"[\w.!]+", found.version):
+            pinned.setdefault(re.sub(r"[-_.]+", "-", found.name).lower(), found.version)  # the first is imported
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pinned.items())))
     (major, newest), machine = python.libc, python.machine
     platforms = [f"manylinux_{major}_{minor}_{machine}" for minor in range(newest, 16, -1)]
     platforms += [f"manylinux2014_{machine}", f"linux_{machine}"]
@@ -192,16 +195,26 @@ def _fetch(target: Path, pins: Sequence[str], python: Python) -> None:
     command += ["--target", str(target), "--only-binary=:all:", "--implementation=cp"]
     command += [f"--python-version={python.version}"]
     command += [f"--platform={name}" for name in platforms] + ["--constraint", str(constraints), *pins]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise ImageError(
-            f"pip did not fetch {', '.join(pins)} in {_PIP_TIMEOUT:g} s; can it reach an index?"
-        ) from error
+    done = _pip(command, pins)
+    if done.returncode != 0:
+        # What the index has no wheel of was built here when it was installed, and is again: pip remembers such wheels.
+        wheels = target.with_name("wheels")
+        making = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+        if _pip([*making, "--wheel-dir", str(wheels), "--constraint", str(constraints), *pins], pins).returncode == 0:
+            done = _pip([*command, "--find-links", str(wheels)], pins)
     if done.returncode != 0:
         raise ImageError(
             f"pip cannot fetch {', '.join(pins)} for Python {python.version}: {done.stderr.strip()[-2000:]}"
         )
+
+
+def _pip(command: Sequence[str], pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise ImageError(
+            f"pip did not fetch {', '.join(pins)} in {_PIP_TIMEOUT:g} s; can it reach an index?"
+        ) from error
 
 
 def _probe(client: APIClient, image: str) -> Python:

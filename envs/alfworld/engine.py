@@ -1,4 +1,4 @@
-"""A game as TextWorld plays it. Runs in processes of its own: Fast Downward's library bears neither threads nor company.
+"""A game as TextWorld plays it. Runs in processes of its own: Fast Downward bears neither threads nor company.
 
 Invariant: what is said and what may be done is what TextWorld's ``PddlEnv`` under ALFWorld's wrappers says and allows,
 word for word; only the way there is shorter. Commands are filled in instead of derived by the grammar, a grammar is
@@ -21,18 +21,22 @@ from typing import Any
 from agentkit.envs import forking
 from agentkit.envs.alfworld import package
 from agentkit.envs.alfworld.expert import Handcoded
-from agentkit.envs.alfworld.translation import Translation, for_planning, translated
+from agentkit.envs.alfworld.planning import Fact, problem
+from agentkit.envs.alfworld.translation import Translation, translated
 
 # Slow to import, and shared by every process that is forked from the one that imports this.
 package.load("alfworld.info")
-import fast_downward  # noqa: E402
-from alfworld.agents.utils.misc import Demangler  # noqa: E402
-from textworld.envs.pddl import logic, textgen  # noqa: E402
-from textworld.generator.game import EntityInfo  # noqa: E402
-from textworld.logic import Proposition, Type, TypeHierarchy, Variable  # noqa: E402
+fast_downward: Any = package.load("fast_downward")
+logic: Any = package.load("textworld.envs.pddl.logic")
+model: Any = package.load("textworld.logic")
+textgen: Any = package.load("textworld.envs.pddl.textgen")
+EntityInfo: Any = package.load("textworld.generator.game").EntityInfo
+Demangler: Any = package.load("alfworld.agents.utils.misc").Demangler
+Proposition, Variable = model.Proposition, model.Variable
 
-_LIBRARY = fast_downward.load_lib()
-"""Loaded before forking: every process has its own copy of what is in it."""
+_LIBRARY, _PLANNER = fast_downward.load_lib(), fast_downward.load_lib()
+"""Each load is a copy with a state of its own: one is the game, one plans. Loaded before forking, so that every process
+has its own of both."""
 _TASK = re.compile(r'(?P<before>"rhs": )"(?P<sentence>Your task is to: [^"\\]*)"')
 _UNKNOWN = "Your task is to: UNKNOWN GOAL."
 _NOTHING = "Nothing happens."
@@ -81,14 +85,14 @@ def _game_logic(grammar: str, types: list[tuple[str, list[str]]]) -> Any:
         skeleton = f'{grammar[: found.start()]}{found["before"]}"{_UNKNOWN}"{grammar[found.end() :]}'
         rules, sentence = _rules(skeleton), found["sentence"]
     own = logic.GameLogic.__new__(logic.GameLogic)
-    own.domain, own.actions, own.types = "", rules.actions, TypeHierarchy()
+    own.domain, own.actions, own.types = "", rules.actions, model.TypeHierarchy()
     own.grammar = textgen.ContextSensitiveGrammar()
     own.grammar.update(rules.grammar)
     if sentence is not None:
         own.grammar._rules["task"] = [textgen.ProductionRule("task", [textgen.TerminalSymbol(sentence)])]
     for name, above in types:
         with contextlib.suppress(ValueError):  # declared twice
-            own.types.add(Type(name, above))
+            own.types.add(model.Type(name, above))
     return own
 
 
@@ -98,7 +102,6 @@ class Game:
     def __init__(self, data: dict[str, Any], cache: Path | None) -> None:
         try:
             self._texts = str(data["pddl_domain"]), str(data["pddl_problem"])
-            self._cache = cache
             translation = translated(*self._texts, cache)
             self._logic = _game_logic(str(data["grammar"]), translation.types)
             self._state = _State(translation, self._logic)
@@ -106,7 +109,6 @@ class Game:
             self.feedback = self._derive("#intro#", {})
         except Exception as error:  # whatever a broken game makes of TextWorld, its grammars and Fast Downward
             raise Unplayable(f"{type(error).__name__}: {error}") from error
-        self._planning = False
         self._look_around()
 
     @property
@@ -126,10 +128,15 @@ class Game:
 
     def plan(self) -> list[str]:
         """The planner's commands from here to the goal; none if it finds no way."""
-        if not self._planning:
-            _LIBRARY.load_sas_replan(for_planning(*self._texts, self._cache).encode())
-            self._planning = True
-        return [command.strip() for command in self._state.replan(self._entities)]
+        domain, original = self._texts
+        facts = (Fact(fact.name, tuple(v.name.lower() for v in fact.arguments)) for fact in self._state.facts)
+        _, sas = fast_downward.pddl2sas(domain, problem(facts, self._state.name2type, original), optimize=True)
+        if not _PLANNER.solve_sas(sas.encode(), False):
+            return []
+        operators = (fast_downward.Operator * _PLANNER.get_last_plan_length())()
+        _PLANNER.get_last_plan(operators)
+        plan = self._state.plan_to_templated_actions([operator.name for operator in operators], self._entities)
+        return [command.strip() for command in plan]
 
     def facts(self) -> list[Any]:
         """What holds now, about things as they are called in the game."""

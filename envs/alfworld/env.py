@@ -51,7 +51,7 @@ class AlfWorld(TextEnv):
         ConfigError, DataError: there is no such split, task or data set.
     """
 
-    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012 (gymnasium's own declaration)
+    metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
     instructions = (
         "You are in a room, and have a task to do there. You can carry one thing at a time.\n"
         "Actions: look; inventory; go to R; open R; close R; take O from R; move O to R; examine R; examine O; use O; "

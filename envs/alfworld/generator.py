@@ -11,10 +11,10 @@ package; a game is written as ``TASK-OBJECT-None-RECEPTACLE-SCENE/trial_NUMBER/g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _STATION = {
 """Where an object gets the property that a task wants, and how what can have it is called."""
 _OPENABLE = ("Fridge", "Cabinet", "Microwave", "Drawer", "Safe")
 _MOST_OBJECTS = 3
+Name = TypeVar("Name", bound=str)
 _INSIDE = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}
 """Receptacles that are parts of something, which their ids name first."""
 
@@ -50,8 +51,8 @@ class Game:
     """A generated game: the folder it belongs to, and the contents of its two files."""
 
     folder: str
-    game: dict[str, object]
-    trajectory: dict[str, object]
+    game: dict[str, Any]
+    trajectory: dict[str, Any]
 
 
 def write(folder: Path) -> None:
@@ -240,5 +241,5 @@ def _location(x: int, z: int) -> str:
     return f"loc_bar_{'_bar_'.join(texts)}_bar_0_bar_30"
 
 
-def _draw(options: tuple[str, ...] | list[str], rng: np.random.Generator):
+def _draw(options: Sequence[Name], rng: np.random.Generator) -> Name:
     return options[int(rng.integers(len(options)))]

@@ -24,7 +24,10 @@ def require() -> None:
     """Raise ``RegistryError`` unless the extra ``alfworld`` is installed; imports nothing of it."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise RegistryError(f"AlfWorld-v0 needs {', '.join(missing)}, not installed here: {REMEDY}")
+        raise RegistryError(
+            f"AlfWorld-v0 needs {', '.join(missing)}, not installed here: {REMEDY} (for a sandbox's image: "
+            "agentkit sandbox build --package alfworld)"
+        )
 
 
 def load(module: str) -> Any:

@@ -13,7 +13,8 @@ import tempfile
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from agentkit.envs.alfworld import package
 
 _VERSION = 1
 
@@ -36,7 +37,7 @@ class Translation:
 
 def translated(domain: str, problem: str, cache: Path | None) -> Translation:
     """Translate, or find what was kept in ``cache``. Raises whatever Fast Downward's translator raises."""
-    kept = _place(domain, problem, "state", cache)
+    kept = _place(domain, problem, cache)
     if (text := _read(kept)) is not None:
         return Translation(**json.loads(text))
     made = _translate(domain, problem)
@@ -44,21 +45,8 @@ def translated(domain: str, problem: str, cache: Path | None) -> Translation:
     return made
 
 
-def for_planning(domain: str, problem: str, cache: Path | None) -> str:
-    """The task in Fast Downward's format as the planner takes it: what cannot matter to the goal is gone."""
-    import fast_downward
-
-    kept = _place(domain, problem, "plan", cache)
-    if (text := _read(kept)) is not None:
-        return text
-    _, sas = fast_downward.pddl2sas(domain, problem, optimize=True)
-    _write(kept, sas)
-    return sas
-
-
 def _translate(domain: str, problem: str) -> Translation:
-    import fast_downward
-
+    fast_downward = package.load("fast_downward")
     task, sas = fast_downward.pddl2sas(domain, problem)
     facts: list[tuple[str, list[str]]] = [
         (atom.predicate, list(atom.args))
@@ -78,10 +66,10 @@ def _translate(domain: str, problem: str) -> Translation:
     )
 
 
-def _place(domain: str, problem: str, purpose: str, cache: Path | None) -> Path | None:
+def _place(domain: str, problem: str, cache: Path | None) -> Path | None:
     if cache is None:
         return None
-    digest = hashlib.sha256(json.dumps([_VERSION, purpose, domain, problem]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([_VERSION, domain, problem]).encode()).hexdigest()
     return cache / f"{digest[:32]}.z"
 
 
