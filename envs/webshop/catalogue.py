@@ -69,7 +69,9 @@ class Records(Sequence[Any]):
         ends = []
         with path.open("wb") as stream:
             for value in values:
-                stream.write(json.dumps({name: getattr(value, name) for name in value.__slots__}, ensure_ascii=False).encode())
+                stream.write(
+                    json.dumps({name: getattr(value, name) for name in value.__slots__}, ensure_ascii=False).encode()
+                )
                 ends.append(stream.tell())
         np.save(path.with_suffix(".npy"), np.array(ends, np.int64))
 

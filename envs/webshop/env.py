@@ -7,7 +7,7 @@ of 1, nothing less.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from agentkit.envs.webshop import expert
 from agentkit.envs.webshop.catalogue import open_catalogue
 from agentkit.envs.webshop.goals import Split, split_range
 from agentkit.envs.webshop.nouns import Nouns, extractor
-from agentkit.envs.webshop.pages import MODES
+from agentkit.envs.webshop.pages import MODES, styled
 from agentkit.envs.webshop.session import SEARCH, Session
 
 ObservationMode = Literal["text", "text_rich", "html", "compact"]
@@ -96,9 +96,7 @@ class WebShop(TextEnv):
             raise ValueError(f"goal={number} must lie between 0 and {self.catalogue.goals - 1}")
         self.goal_number = number
         goal = self.catalogue.goal(number)
-        self.session = Session(
-            self.catalogue, goal, self.np_random, self._nouns, show_attributes=self._show_attributes
-        )
+        self.session = Session(self.catalogue, goal, self.np_random, self._nouns, show_attributes=self._show_attributes)
         return self._write(self.session), self._info(self.session, True)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -121,6 +119,18 @@ class WebShop(TextEnv):
         if self.session is None:
             raise ResetNeeded("call reset() before expert()")
         return expert.plan(self.session)
+
+    def page(self) -> str:
+        """The page as HTML, for a person's browser."""
+        if self.session is None:
+            raise ResetNeeded("call reset() before page()")
+        return styled(self.session)
+
+    def action_of(self, fields: Mapping[str, str]) -> str:
+        """The action that a form of the page stands for: a button's, a search, or the choice of an option."""
+        if "search_query" in fields:
+            return f"search[{fields['search_query']}]"
+        return fields.get("action") or f"click[{next(iter(fields.values()), '')}]"
 
     def render(self) -> Any:
         """The page in the observation's form (``ansi``)."""

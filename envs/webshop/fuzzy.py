@@ -14,16 +14,17 @@ from functools import lru_cache
 MATCH = 85
 """Two texts whose ratio is above it count as the same."""
 # The order decides: the first that a text holds is its colour.
-COLOURS = tuple(
-    """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
-    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
-    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
-    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom
-    mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire
-    seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white
-    wine yellow""".split()
-)
-_LATIN1 = {code: None for code in range(128, 256)}
+_COLOURS_TEXT = """
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel
+    camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry
+    cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green
+    grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot
+    midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple
+    rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan
+    taupe teal tiger turquoise violet walnut wheat white wine yellow
+"""
+COLOURS = tuple(_COLOURS_TEXT.split())
+_LATIN1 = dict.fromkeys(range(128, 256))
 
 
 def normalized_colour(option: str | Sequence[str]) -> str | Sequence[str]:

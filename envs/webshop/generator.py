@@ -15,20 +15,38 @@ from typing import Any
 SEED = 20_220_704
 FAMILIES = 4
 """Of each kind of product."""
-_COLOURS = "black white red blue green grey pink purple yellow brown navy beige orange teal".split()
+_COLOURS = [
+    "black",
+    "white",
+    "red",
+    "blue",
+    "green",
+    "grey",
+    "pink",
+    "purple",
+    "yellow",
+    "brown",
+    "navy",
+    "beige",
+    "orange",
+    "teal",
+]
 _BRANDS = {
-    "fashion": "Norvik Alderly Tamsin Corvane Weltham Ostrava".split(),
-    "garden": "Hearthway Brindle Lumora Oakfen Casterly Mellow".split(),
-    "electronics": "Voltera Zenpix Ardio Kelvane Orbix Nuvon".split(),
-    "beauty": "Liluna Verbena Purelle Saffra Amberly Dewmist".split(),
-    "grocery": "Greenholm Tastia Farrow Sunmill Nutwell Bramley".split(),
+    "fashion": ["Norvik", "Alderly", "Tamsin", "Corvane", "Weltham", "Ostrava"],
+    "garden": ["Hearthway", "Brindle", "Lumora", "Oakfen", "Casterly", "Mellow"],
+    "electronics": ["Voltera", "Zenpix", "Ardio", "Kelvane", "Orbix", "Nuvon"],
+    "beauty": ["Liluna", "Verbena", "Purelle", "Saffra", "Amberly", "Dewmist"],
+    "grocery": ["Greenholm", "Tastia", "Farrow", "Sunmill", "Nutwell", "Bramley"],
 }
 _CLOTHES = {"color": 4, "size": ("small", "medium", "large", "x-large")}
 _SHOES = {"color": 3, "size": ("7", "8", "9", "10", "11")}
 _HOME = {"color": 4, "size": ("small", "large")}
 _DEVICES = {"color": 4, "style": ("classic", "travel", "gift set")}
 _CARE = {"scent": ("lavender", "rose", "citrus", "unscented"), "size": ("2 ounce", "4 ounce", "8 ounce")}
-_FOOD = {"flavor": ("original", "chocolate", "vanilla", "berry", "ginger"), "size": ("pack of 1", "pack of 3", "pack of 6")}
+_FOOD = {
+    "flavor": ("original", "chocolate", "vanilla", "berry", "ginger"),
+    "size": ("pack of 1", "pack of 3", "pack of 6"),
+}
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from functools import cache, lru_cache
 Nouns = Callable[[str], Sequence[str]]
 MODELS = ("en_core_web_sm", "en_core_web_lg")
 """spaCy's models that the benchmark was used with, the one of its present code first."""
-_STOP = frozenset(
-    """a an and are as at be but by for from if in into is it its no not of on or per set such that the their then there
-    these they this to up was will with without your you x""".split()
-)
+_STOP_TEXT = """
+    a an and are as at be but by for from if in into is it its no not of on or per set such that the their then
+    there these they this to up was will with without your you x
+"""
+_STOP = frozenset(_STOP_TEXT.split())
 
 
 def extractor(name: str) -> Nouns:

@@ -23,7 +23,7 @@ _STYLE = (
     ".radio-toolbar label{border:1px solid #99a;border-radius:.3em;padding:.25em .6em;margin:.15em;cursor:pointer;"
     "display:inline-block}.radio-toolbar input:checked+label{background:#247;color:#fff}"
     ".radio-toolbar input:focus+label{outline:2px solid #06c}img{max-height:12em;float:right}"
-    "#search_input{width:24em;max-width:90%;padding:.4em}"
+    "#search_input{width:24em;max-width:90%;padding:.4em}h4,p{margin:.3em 0}#score{font-size:1.3em;margin:1em 0}"
 )
 
 
@@ -76,12 +76,17 @@ def compact(session: Session) -> str:
     return f"Bought {product.asin.lower()}. Score {session.score.reward:.2f}"
 
 
-def html(session: Session) -> str:
-    """The page as a browser shows it. Every form and link leads back to where it came from, with the parameter
-    ``action``, or ``search_query`` of the search bar."""
-    body = "".join(_grouped(session))
-    head = f'<meta charset="utf-8"><title>WebShop</title><style>{_STYLE}</style>'
+def html(session: Session, style: str = "") -> str:
+    """The page as HTML. Every form and link leads back to where it came from, with the parameter ``action``, or
+    ``search_query`` of the search bar, or an option's name."""
+    body = _receipt(session) if session.page == "done" else "".join(_grouped(session))
+    head = f'<meta charset="utf-8"><title>WebShop</title>{style}'
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body><main>{body}</main></body></html>'
+
+
+def styled(session: Session) -> str:
+    """The page as people see it."""
+    return html(session, f"<style>{_STYLE}</style>")
 
 
 MODES: dict[str, Callable[[Session], str]] = {"text": text, "text_rich": rich, "html": html, "compact": compact}
@@ -89,6 +94,16 @@ MODES: dict[str, Callable[[Session], str]] = {"text": text, "text_rich": rich, "
 
 def _visible(session: Session) -> list[Part]:
     return [part for part in session.parts() if part.kind != "image"]
+
+
+def _receipt(session: Session) -> str:
+    """What was bought is there, but only the thanks and the score are shown, as in the benchmark."""
+    texts = [f"<p>{escape(part.text)}</p>" for part in session.parts()]
+    thanks, hidden, score, details = texts[:1], texts[1:-4], texts[-4:-2], texts[-2:]
+    return (
+        f"{''.join(thanks)}<div hidden>{''.join(hidden)}</div>"
+        f'<div id="score">{"".join(score)}</div><div hidden>{"".join(details)}</div>'
+    )
 
 
 def _grouped(session: Session) -> list[str]:
@@ -102,7 +117,7 @@ def _grouped(session: Session) -> list[str]:
             pieces.append(f'<div id="instruction-text">{lines}</div>')
         elif kind == "option":
             pieces.append(_choices(parts, session))
-        elif session.page == "search_results" and kind in ("image", "link", "name") or item:
+        elif (session.page == "search_results" and kind in ("image", "link", "name")) or item:
             item += [_piece(part, session) for part in parts]
             if kind == "text":
                 pieces.append(f'<div class="grid-item">{"".join(item)}</div>')

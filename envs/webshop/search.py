@@ -23,10 +23,11 @@ HITS = 50
 REMEDY = "pip install 'agentkit-rl[webshop]'"
 # Words as Unicode segments them: dots and apostrophes bind letters, dots and commas bind digits.
 _WORD = re.compile(r"\w+(?:(?:(?<=[^\W\d_])['’.:](?=[^\W\d_])|(?<=\d)[.,'](?=\d))\w+)*")
-_STOP = frozenset(
-    """a an and are as at be but by for if in into is it no not of on or such that the their then there these they this
-    to was will with""".split()
-)
+_STOP_TEXT = """
+    a an and are as at be but by for if in into is it no not of on or such that the their then there these they
+    this to was will with
+"""
+_STOP = frozenset(_STOP_TEXT.split())
 
 
 def document(product: Product) -> str:

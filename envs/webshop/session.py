@@ -193,7 +193,13 @@ class Session:
     def _receipt(self) -> list[Part]:
         assert self.score is not None
         texts = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"]
-        texts += ["Purchased", "asin", self.product.asin, "options", _html_safe(json.dumps(self.options, sort_keys=True))]
+        texts += [
+            "Purchased",
+            "asin",
+            self.product.asin,
+            "options",
+            _html_safe(json.dumps(self.options, sort_keys=True)),
+        ]
         texts += ["attrs", "None", "category", "None", "query", "None", "product category", "None", "Target", "asin"]
         texts += ["options", "attrs", "price upper", "instuction text", "category", "product category", "query", "Goal"]
         texts += ["None", "Reward", "Your score (min 0.0, max 1.0)", str(self.score.reward), "Reward Details", "None"]
