@@ -30,8 +30,8 @@ class WebShop(TextEnv):
     """Buy what an instruction asks for in a shop of web pages; the reward in [0, 1] says how well the purchase fits.
 
     Args:
-        data: a data set (``agentkit data list``): ``webshop-own``, ``webshop-small``, ``webshop-full``; or a folder with
-            the files of one.
+        data: a data set (``agentkit data list``): ``webshop-own``, ``webshop-small``, ``webshop-full``; or a folder
+            with the files of one.
         split: take goals of the ``"train"``, ``"eval"`` or ``"test"`` part; None takes any.
         human_goals: goals that people wrote, instead of synthetic ones.
         observation_mode: ``"text"``, ``"text_rich"`` or ``"html"``, as in the benchmark, or ``"compact"``, which small
@@ -49,11 +49,9 @@ class WebShop(TextEnv):
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
     instructions = (
-        "You shop on a web site. Buy what the task asks for: the right kind of product, with the wanted attributes, "
-        "options and price.\n"
-        "Actions: search[words] finds products. click[...] follows what the page shows: the code of a product, the "
-        "value of an option, description, features, next >, < prev, back to search, buy now.\n"
-        "Choose all wanted options before you buy. Buying ends the task."
+        "You are in a web shop. Buy what the task asks for, with all its options, within its price.\n"
+        "Actions: search[words], and click[...] on a product's code, an option, next >, < prev, back to search, "
+        "description, features, buy now."
     )
     max_turns = 15
     actions_per_turn = 1
@@ -139,8 +137,9 @@ class WebShop(TextEnv):
         return self._write(self.session) if self.render_mode == "ansi" else None
 
     def _info(self, session: Session, valid: bool) -> Info:
-        labels = list(session.clickable())
-        admissible = [f"click[{label}]" for label in labels if label != SEARCH.lower()]
+        labels = session.clickable()
+        # The last bracket opens an argument, so that a label with one cannot be named.
+        admissible = [f"click[{label}]" for label in labels if label != SEARCH.lower() and "[" not in label]
         if session.page == "index":
             admissible = [f"search[{expert.search_words(session)}]"]
         info: Info = {

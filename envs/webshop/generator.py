@@ -90,11 +90,13 @@ KINDS = (
     _kind("garden", "table lamps", "Table Lamp", "Tools & Home Improvement › Lighting › Lamps",
           "energy efficient, dimmable light, brushed steel, easy install, solid wood, glass shade", _HOME, 20, 90),
     _kind("garden", "window curtains", "Window Curtains", "Home & Kitchen › Home Décor › Window Treatments",
-          "machine washable, blackout lining, eco friendly, easy install, noise reducing, fade resistant", _HOME, 15, 70),
+          "machine washable, blackout lining, eco friendly, easy install, noise reducing, fade resistant",
+          _HOME, 15, 70),
     _kind("garden", "office chairs", "Office Chair", "Home & Kitchen › Furniture › Home Office Furniture › Chairs",
           "lumbar support, height adjustable, breathable mesh, easy assemble, heavy duty, padded arms", _HOME, 80, 320),
     _kind("electronics", "headphones", "Headphones", "Electronics › Headphones › Over-Ear",
-          "noise cancelling, long lasting, fast charging, water resistant, hands free, stereo sound", _DEVICES, 20, 180),
+          "noise cancelling, long lasting, fast charging, water resistant, hands free, stereo sound",
+          _DEVICES, 20, 180),
     _kind("electronics", "phone cases", "Phone Case", "Cell Phones & Accessories › Cases › Basic Cases",
           "wireless charging, shock proof, tempered glass, scratch resistant, non slip, dust proof", _DEVICES, 8, 35),
     _kind("electronics", "bluetooth speakers", "Bluetooth Speaker", "Electronics › Portable Audio › Speakers",
@@ -102,7 +104,8 @@ KINDS = (
     _kind("electronics", "power banks", "Power Bank", "Cell Phones & Accessories › Chargers › Power Banks",
           "fast charging, light weight, high capacity, wireless charging, quick release, dual port", _DEVICES, 15, 70),
     _kind("electronics", "security cameras", "Security Camera", "Electronics › Video › Surveillance Cameras",
-          "motion detection, night vision, easy install, high definition, two way audio, weather proof", _DEVICES, 30, 160),
+          "motion detection, night vision, easy install, high definition, two way audio, weather proof",
+          _DEVICES, 30, 160),
     _kind("electronics", "tablet stands", "Tablet Stand", "Electronics › Computers › Tablet Accessories › Stands",
           "aluminum alloy, height adjustable, non slip, easy carry, heavy duty, foldable design", _DEVICES, 10, 45),
     _kind("beauty", "face creams", "Face Cream", "Beauty & Personal Care › Skin Care › Face › Creams",
@@ -164,25 +167,25 @@ def catalogue(seed: int = SEED) -> tuple[list[dict[str, Any]], dict[str, Any], d
 
 def _family(kind: Kind, rng: random.Random) -> list[tuple[Kind, dict[str, Any], list[str]]]:
     """A product and those that are nearly the same."""
-    has = rng.sample(kind.attributes, 3)
+    has = rng.sample(kind.attributes, 2)
     brand, other = rng.sample(_BRANDS[kind.department], 2)
     price = _round(rng.uniform(kind.cheapest, kind.dearest))
     options = {name: _values(values, rng) for name, values in kind.options.items()}
-    swapped = [*has[:2], rng.choice([attribute for attribute in kind.attributes if attribute not in has])]
+    swapped = [has[0], rng.choice([attribute for attribute in kind.attributes if attribute not in has])]
     fewer = {name: values[:-1] if number == 0 else values for number, (name, values) in enumerate(options.items())}
     dearer = _round(price * rng.uniform(1.3, 1.9))
     return [
         (kind, _product(kind, brand, has, options, price, rng), has),
         (kind, _product(kind, brand, swapped, options, price, rng), swapped),
         (kind, _product(kind, other, has, options, dearer, rng), has),
-        (kind, _product(kind, other, has[:2], fewer, _round(price * rng.uniform(0.7, 1.1)), rng), has[:2]),
+        (kind, _product(kind, other, has[:1], fewer, _round(price * rng.uniform(0.7, 1.1)), rng), has[:1]),
     ]
 
 
 def _product(
     kind: Kind, brand: str, has: list[str], options: dict[str, list[str]], price: float, rng: random.Random
 ) -> dict[str, Any]:
-    title = f"{brand} {kind.noun}, {', '.join(attribute.title() for attribute in has)}"
+    title = f"{brand} {kind.noun.lower()}, {', '.join(has)}"
     # One in six has a range of prices, as where some options cost more.
     pricing = f"${price:.2f}" if rng.random() < 5 / 6 else f"${price:.2f} - ${price * 1.15:.2f}"
     return {
@@ -218,13 +221,12 @@ def _values(values: int | tuple[str, ...], rng: random.Random) -> list[str]:
 
 
 def _phrase(query: str, has: list[str]) -> str:
-    rest = f" with {', '.join(has[2:])}" if has[2:] else ""
-    return f"{', '.join(has[:2])} {query}{rest}"
+    return f"{has[0]} {query}{f' with {has[1]}' if has[1:] else ''}"
 
 
 def _request(asin: str, kind: Kind, product: dict[str, Any], has: list[str], rng: random.Random) -> dict[str, Any]:
     """What a person might write who wants the product with one choice of its options."""
-    asked = rng.sample(has, 2)
+    asked = rng.sample(has, len(has))
     chosen = {name: rng.choice(values)["value"] for name, values in product["customization_options"].items()}
     what = f"{' and '.join(asked)} {kind.query} in {' and '.join(chosen.values())}"
     return {

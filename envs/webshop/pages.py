@@ -64,7 +64,8 @@ def compact(session: Session) -> str:
         return "\n".join(lines)
     product = session.product
     if session.page == "item_page":
-        lines = [f"{product.asin.lower()} {product.title[:_TITLE]} {product.price_tag}"]
+        # Once something is chosen, what it is stands above.
+        lines = [] if session.options else [f"{product.asin.lower()} {product.title[:_TITLE]} {product.price_tag}"]
         for name, values in product.options.items():
             chosen = session.options.get(name)
             lines.append(f"{name}{f' = {chosen}' if chosen else ''}: {'; '.join(values)}")
@@ -135,7 +136,8 @@ def _piece(part: Part, session: Session) -> str:
     if part.kind == "link":
         return f'<h4><a class="product-link" href="?action=click%5B{label}%5D">{shown}</a></h4>'
     if part.kind == "button" and part.text == SEARCH:
-        bar = '<input id="search_input" name="search_query" aria-label="Search" placeholder="Search..." required autofocus>'
+        hints = 'aria-label="Search" placeholder="Search..." required autofocus'
+        bar = f'<input id="search_input" name="search_query" {hints}>'
         return f'<form method="post">{bar} <button class="btn" type="submit">{shown}</button></form>'
     if part.kind == "button":
         button = f'<button class="btn" type="submit" name="action" value="click[{label}]">{shown}</button>'

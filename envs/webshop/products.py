@@ -48,7 +48,7 @@ class Product:
     """What a synthetic goal for it says, without options and price."""
     instruction_attributes: list[str] = field(default_factory=list)
     human: list[dict[str, Any]] = field(default_factory=list)
-    """What people wrote who were to describe it: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
+    """What people asked for: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
 
 
 def read(folder: Path) -> Iterator[Product]:
@@ -138,19 +138,21 @@ def _raw(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def stream_array(stream: TextIO, block: int = 1 << 22) -> Iterator[Any]:
-    """The elements of a JSON array, one after the other: the whole file would not fit into most machines' memory."""
-    decoder, text, place = JSONDecoder(), stream.read(block).lstrip().removeprefix("["), 0
+    """The objects of a JSON array, one after the other: the whole file would not fit into most machines' memory."""
+    decoder, text, place, opened = JSONDecoder(), "", 0, False
     while True:
-        start = place
-        while start < len(text) and text[start] in " \t\r\n,":
-            start += 1
-        if text[start : start + 1] == "]":
+        while place < len(text) and text[place] in " \t\r\n,[":
+            if text[place] == "[" and opened:
+                break
+            opened |= text[place] == "["
+            place += 1
+        if opened and text[place : place + 1] == "]":
             return
         try:
-            element, place = decoder.raw_decode(text, start)
+            element, place = decoder.raw_decode(text, place)
             yield element
         except json.JSONDecodeError as error:
             more = stream.read(block)
-            if not more:
+            if not more or (text[place:] and not opened):
                 raise DataError(f"{getattr(stream, 'name', 'the file')} is no JSON array: {error}") from error
-            text, place = text[start:] + more, 0
+            text, place = text[place:] + more, 0

@@ -39,7 +39,8 @@ def document(product: Product) -> str:
 def analyze(text: str) -> list[str]:
     """Stems of a text's words, without stop words."""
     words = [word[:-2] if word.endswith(("'s", "’s")) else word for word in _WORD.findall(text.lower())]
-    return _stemmer().stemWords([word for word in words if word not in _STOP])
+    stems = _stemmer().stemWords([word for word in words if word not in _STOP])
+    return [stem for stem in stems if stem]  # Porter leaves nothing of a lone "s"
 
 
 class Index:

@@ -25,11 +25,10 @@ COLOURS = [
 
 def reward(bought: dict, price: float, chosen: dict[str, str], goal: dict, nouns) -> float:
     """The formula of the paper and its code, over plain dictionaries."""
-    return type_reward(bought, goal, nouns) * (
-        attribute_hits(bought, goal["attributes"])
-        + option_hits(list(chosen.values()), goal["options"])
-        + (1 if price <= goal["price_upper"] else 0)
-    ) / (len(goal["attributes"]) + len(goal["options"]) + 1)  # fmt: skip
+    hits = attribute_hits(bought, goal["attributes"]) + option_hits(list(chosen.values()), goal["options"])
+    hits += 1 if price <= goal["price_upper"] else 0
+    parts = hits / (len(goal["attributes"]) + len(goal["options"]) + 1)
+    return parts * type_reward(bought, goal, nouns)
 
 
 def type_reward(bought: dict, goal: dict, nouns) -> float:
