@@ -63,6 +63,7 @@ async def test_a_container_that_is_removed_is_a_crash_and_the_episode_comes_back
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["text", "compact"])
 async def test_a_shop_is_the_same_inside(mode, env_image, docker_backend, tmp_path, monkeypatch):
     require("bm25s", "pip install 'agentkit-rl[webshop]'")
