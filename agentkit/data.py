@@ -20,10 +20,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentkit.archives import is_archive, unpack
-from agentkit.download import Progress, download
 from agentkit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # sandboxes have sets, and no httpx
+    from agentkit.download import Progress
 
 RECORD = ".agentkit.json"
 """Inside a set's folder: the checksum of every file when it came here."""
@@ -278,6 +281,8 @@ def _lock(name: str) -> Iterator[Path]:
 
 
 def _download(known: DataSet, target: Path, parts: Path, progress: Progress) -> None:
+    from agentkit.download import download
+
     parts.mkdir(parents=True, exist_ok=True)
     for number, remote in enumerate(known.files):
         label = remote.path if not remote.unpack else remote.url.rsplit("/", 1)[-1]
