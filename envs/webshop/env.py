@@ -149,5 +149,9 @@ class WebShop(TextEnv):
             "goal": self.goal_number,
         }
         if session.score is not None:
-            info["score"] = asdict(session.score)
+            info["metrics"] = {
+                **{name: float(part) for name, part in asdict(session.score).items() if part is not None},
+                "same_product": float(session.item == session.goal.product),
+                "searches": float(session.actions["search"]),
+            }
         return info

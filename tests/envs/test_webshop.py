@@ -364,7 +364,7 @@ def test_pages_read_as_recorded_from_the_official_environment(small):
     )
     assert observation.endswith(f"Your score (min 0.0, max 1.0) [SEP] {reward} [SEP] Reward Details [SEP] None")
     assert (terminated, truncated, info["success"]) == (True, False, reward == 1.0)
-    assert info["score"]["reward"] == reward
+    assert info["metrics"]["reward"] == reward
     with pytest.raises(ResetNeeded):
         env.step("click[back to search]")
 
@@ -533,8 +533,8 @@ def expert_share(small, step):
         if not success:
             # Only an option that is no option of any product, once its colour is taken for it, stands in the way.
             goal = small.goal(number)
-            assert info["score"]["attributes"] == 1.0
-            assert info["score"]["price"]
+            assert info["metrics"]["attributes"] == 1.0
+            assert info["metrics"]["price"]
             offered = [v for values in small.product(goal.product).options.values() for v in values]
             assert any(matching_options(offered, [option]) == 0 for option in goal.options)
     return won / all_weight
