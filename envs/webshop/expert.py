@@ -36,7 +36,9 @@ def plan(session: Session) -> Iterator[str]:
 def _to_item(session: Session, wanted: int) -> Iterator[str]:
     """Actions that lead to the page of a product."""
     hits, number = session.hits, session.number
-    if session.page != "index" and wanted in hits:
+    drawn = session.keywords[:1] == ["<r>"]  # again for every list: only what is seen can be relied on
+    known = hits if not drawn else session.shown if session.page == "search_results" else []
+    if session.page != "index" and wanted in known:
         if session.page == "item_sub_page":
             yield "click[< prev]"
         if session.page != "search_results":
