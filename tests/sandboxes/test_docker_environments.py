@@ -9,7 +9,7 @@ from agentkit.errors import EnvCrashed, ImageError
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import SandboxSpec
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow]  # the image is built first
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first
 
 
 def box_of(env: SandboxedEnv) -> Sandbox:
@@ -62,8 +62,6 @@ async def test_a_container_that_is_removed_is_a_crash_and_the_episode_comes_back
         await env.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["text", "compact"])
 async def test_a_shop_is_the_same_inside(mode, env_image, docker_backend, tmp_path, monkeypatch):
     require("bm25s", "pip install 'agentkit-rl[webshop]'")
