@@ -20,10 +20,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentkit.archives import is_archive, unpack
-from agentkit.download import Progress, download
 from agentkit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # sandboxes have sets, and no httpx
+    from agentkit.download import Progress
 
 RECORD = ".agentkit.json"
 """Inside a set's folder: the checksum of every file when it came here."""
@@ -62,8 +65,14 @@ class DataSet:
     """``package.module:function``: from the set's folder to its counts."""
     splits: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Remote, ...] = ()
+    version: int | None = None
+    """Part of the folder's name; raised whenever ``generate`` writes something else."""
     generate: str | None = None
     """``package.module:function`` that writes the set into a folder: agentkit's own, made where it is needed."""
+
+    @property
+    def folder(self) -> str:
+        return self.name if self.version is None else f"{self.name}-v{self.version}"
 
 
 _GOOGLE_DRIVE = "https://drive.usercontent.google.com/download?export=download&confirm=t&id="
@@ -95,6 +104,7 @@ DATASETS: dict[str, DataSet] = {
             size="nothing",
             forms=(("train", "valid_seen", "valid_unseen"),),
             counts={"train": 240, "valid_seen": 48, "valid_unseen": 48},
+            version=1,
             generate="agentkit.envs.alfworld.generator:write",
             **_ALFWORLD,
         ),
@@ -129,6 +139,7 @@ DATASETS: dict[str, DataSet] = {
             counts={},
             counter=_WEBSHOP["counter"],
             splits=_WEBSHOP["splits"],
+            version=1,
             generate="agentkit.envs.webshop.generator:write",
         ),
         DataSet(
@@ -169,6 +180,11 @@ def root() -> Path:
     return (Path(cache).expanduser() / "agentkit" / "data").absolute()
 
 
+def derived_root() -> Path:
+    """Where environments may keep what they derive from sets, such as indexes; exists and can be written."""
+    return _writable(root()) / ".derived"
+
+
 def dataset(name: str) -> DataSet:
     """The set of that name. Raises ``ConfigError``."""
     if name not in DATASETS:
@@ -179,7 +195,7 @@ def dataset(name: str) -> DataSet:
 def find(name: str) -> Path | None:
     """The folder of a set that is here, else None. Raises ``ConfigError`` for an unknown name."""
     known = dataset(name)
-    return next((folder for folder in _places(name) if complete(known, folder)), None)
+    return next((folder for folder in _places(known.folder) if complete(known, folder)), None)
 
 
 def locate(name: str) -> Path:
@@ -214,7 +230,7 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
     with _lock(name) as base:
         if (there := find(name)) is not None:
             return there
-        target = base / name
+        target = base / known.folder
         filling = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
         try:
             if source is not None:
@@ -268,9 +284,9 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _places(name: str) -> Iterator[Path]:
-    yield root() / name
-    yield _spare_root() / name
+def _places(folder: str) -> Iterator[Path]:
+    yield root() / folder
+    yield _spare_root() / folder
 
 
 def _spare_root() -> Path:
@@ -278,21 +294,25 @@ def _spare_root() -> Path:
     return Path(tempfile.gettempdir()) / f"agentkit-data-{os.getuid()}"
 
 
+def _writable(base: Path) -> Path:
+    """``base``, made if need be, or the spare place. Raises ``DataError``."""
+    with contextlib.suppress(OSError):
+        base.mkdir(parents=True, exist_ok=True)
+    if os.access(base, os.W_OK):
+        return base
+    spare = _spare_root()
+    spare.mkdir(mode=0o700, exist_ok=True)
+    if spare.stat().st_uid != os.getuid():
+        raise DataError(f"{base} cannot be written and {spare} is somebody else's; AGENTKIT_DATA names another place")
+    return spare
+
+
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[Path]:
     """Keep other processes from fetching the same set; yields the folder that sets go to."""
-    base = root()
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        if not os.access(base, os.W_OK):
-            raise PermissionError(f"{base} is read-only")
-    except OSError as error:
-        if dataset(name).generate is None:
-            raise DataError(f"{base} cannot be written: {error}; AGENTKIT_DATA names another place") from error
-        base = _spare_root()
-        base.mkdir(mode=0o700, exist_ok=True)
-        if base.stat().st_uid != os.getuid():
-            raise DataError(f"{base} belongs to somebody else; AGENTKIT_DATA names another place") from error
+    base = _writable(root())
+    if base != root() and dataset(name).generate is None:
+        raise DataError(f"{root()} cannot be written; AGENTKIT_DATA names another place")
     with (base / f".{name}.lock").open("w") as lock:
         try:
             # Making a set of one's own takes a moment: worth waiting for. A download may take hours.
@@ -303,6 +323,8 @@ def _lock(name: str) -> Iterator[Path]:
 
 
 def _download(known: DataSet, target: Path, parts: Path, progress: Progress) -> None:
+    from agentkit.download import download
+
     parts.mkdir(parents=True, exist_ok=True)
     for number, remote in enumerate(known.files):
         label = remote.path if not remote.unpack else remote.url.rsplit("/", 1)[-1]

@@ -40,6 +40,8 @@ DEBIAN = "agentkit/debian:bookworm"
 """What ``images/debootstrap.sh`` makes, for those who cannot."""
 LIGHT = ("gymnasium", "pydantic")
 """What environments import; neither torch nor anything else that learns."""
+EXTRAS = ("bm25s", "PyStemmer")
+"""What some environments import as well, where the host has it: the search of WebShop."""
 
 _CONTENT = "agentkit.content"
 _BUILD_TIMEOUT = 900.0
@@ -71,7 +73,8 @@ def build_environments(
     ``packages`` are further installed distributions, with what they require, for environments of other packages. All
     have the host's versions. They are fetched by the host's pip. Raises ``ImageError``, ``EngineUnavailable``.
     """
-    pins = sorted({f"{name}=={_version(name)}" for name in (*LIGHT, *packages)})
+    extras = [name for name in EXTRAS if _installed(name)]
+    pins = sorted({f"{name}=={_version(name)}" for name in (*LIGHT, *extras, *packages)})
     own = dict(_own_files())
     with _engine(host) as client:
         probed = _Probed(client, base)
@@ -147,6 +150,13 @@ def _own_files() -> Iterator[tuple[str, bytes]]:
     )
     yield f"{folder}/entry_points.txt", (distribution.read_text("entry_points.txt") or "").encode()
     yield f"{folder}/INSTALLER", b"agentkit\n"
+
+
+def _installed(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _version(name: str) -> str:

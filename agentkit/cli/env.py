@@ -118,14 +118,25 @@ def play(
     expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Let a random agent play.")] = False,
     delay: Annotated[float, typer.Option(min=0.0, help="Seconds between two actions of an automatic player.")] = 0.0,
+    web: Annotated[bool, typer.Option("--web", help="Play in a browser, if the environment has pages.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --web, on this machine; 0 takes a free one.")] = 0,
 ) -> None:
-    """Play an environment in the terminal."""
-    from agentkit.cli import env_play
+    """Play an environment, in the terminal or in a browser."""
+    from agentkit.cli import env_play, env_web
 
+    if web:
+        if expert or random:
+            raise ConfigError("--web is for people; --expert and --random play in the terminal")
+        env_web.serve(id, arguments_of(arguments), seed=seed, port=port, ready=_tell_address)
+        return
     if expert and random:
         raise ConfigError("--expert and --random contradict; choose one, or none to play yourself")
     player = "expert" if expert else "random" if random else "human"
     env_play.play(id, arguments_of(arguments), player=player, seed=seed, episodes=episodes, delay=delay)
+
+
+def _tell_address(address: str) -> None:
+    typer.echo(f"play at {address} (Ctrl-C ends)")
 
 
 @app.command()

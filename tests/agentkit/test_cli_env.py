@@ -24,6 +24,7 @@ def test_list_names_every_environment():
         "Countdown-v0": None,
         "FrozenLake-v1": None,
         "Sokoban-v0": None,
+        "WebShop-v0": None,
     }
 
 

@@ -9,7 +9,7 @@ from agentkit.errors import EnvCrashed, ImageError
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import SandboxSpec
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow]  # the image is built first
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first
 
 
 def box_of(env: SandboxedEnv) -> Sandbox:
@@ -60,3 +60,27 @@ async def test_a_container_that_is_removed_is_a_crash_and_the_episode_comes_back
             await env.step("Down")
     finally:
         await env.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "compact"])
+async def test_a_shop_is_the_same_inside(mode, env_image, docker_backend, tmp_path, monkeypatch):
+    require("bm25s", "pip install 'agentkit-rl[webshop]'")
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
+    arguments = {"observation_mode": mode, "nouns": "tokens"}
+    spec = SandboxSpec(image=env_image)
+    there = SandboxedEnv("WebShop-v0", arguments, sandbox=docker_backend, sandbox_spec=spec, reset_timeout=300.0)
+    here = agentkit.make("WebShop-v0", **arguments)
+    try:
+        for seed in range(3):
+            assert await there.reset(seed=seed) == here.reset(seed=seed)
+            assert await there.plan() == list(here.expert())
+            for action in ("search[<r>]", "click[next >]", "nothing"):
+                assert await there.step(action) == here.step(action)
+            said = None
+            for action in list(here.expert()):
+                said = await there.step(action)
+                assert said == here.step(action)
+            assert said is not None
+            assert said[4]["success"]
+    finally:
+        await there.close()

@@ -1,0 +1,157 @@
+"""WebShop in words: the text layer over ``session.Session``.
+
+Invariant: one action is one click or one search; the reward is given once, for the purchase, and success is a reward
+of 1, nothing less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+from gymnasium.error import ResetNeeded
+
+from agentkit.envs.base import Info, TextEnv
+from agentkit.envs.spaces import Text
+from agentkit.envs.webshop import expert
+from agentkit.envs.webshop.catalogue import open_catalogue
+from agentkit.envs.webshop.goals import Split, split_range
+from agentkit.envs.webshop.nouns import Nouns, extractor
+from agentkit.envs.webshop.pages import MODES, styled
+from agentkit.envs.webshop.session import SEARCH, Session
+
+ObservationMode = Literal["text", "text_rich", "html", "compact"]
+_ACTION = re.compile(r"(.+)\[(.+)\]")
+
+
+class WebShop(TextEnv):
+    """Buy what an instruction asks for in a shop of web pages; the reward in [0, 1] says how well the purchase fits.
+
+    Args:
+        data: a data set (``agentkit data list``): ``webshop-own``, ``webshop-small``, ``webshop-full``; or a folder
+            with the files of one.
+        split: take goals of the ``"train"``, ``"eval"`` or ``"test"`` part; None takes any.
+        human_goals: goals that people wrote, instead of synthetic ones.
+        observation_mode: ``"text"``, ``"text_rich"`` or ``"html"``, as in the benchmark, or ``"compact"``, which small
+            models read more easily.
+        show_attributes: items have a page that lists their attributes.
+        price_seed: what prices and limits are drawn from.
+        nouns: how the type reward finds the nouns of names: ``"spacy"``, ``"tokens"``, a function from a text to words,
+            or ``"auto"`` (spaCy if it is there).
+        render_mode: ``"ansi"`` or None.
+
+    Raises:
+        DataError: the data set is not here, or search is not installed.
+        ValueError: an argument is out of range.
+    """
+
+    metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
+    instructions = (
+        "You are in a web shop. Buy what the task asks for, with all its options, within its price.\n"
+        "Actions: search[words], and click[...] on a product's code, an option, next >, < prev, back to search, "
+        "description, features, buy now."
+    )
+    max_turns = 15
+    actions_per_turn = 1
+    concurrency = "inline"
+    deterministic = True
+
+    def __init__(
+        self,
+        *,
+        data: str = "webshop-own",
+        split: Split | None = None,
+        human_goals: bool = False,
+        observation_mode: ObservationMode = "text",
+        show_attributes: bool = False,
+        price_seed: int = 0,
+        nouns: str | Nouns = "auto",
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        if observation_mode not in MODES:
+            raise ValueError(f"observation_mode={observation_mode!r} must be one of {', '.join(MODES)}")
+        if split not in (None, "train", "eval", "test"):
+            raise ValueError(f"split={split!r} must be 'train', 'eval', 'test' or None")
+        self._write = MODES[observation_mode]
+        self._show_attributes = show_attributes
+        self._nouns = extractor(nouns) if isinstance(nouns, str) else nouns
+        self.catalogue = open_catalogue(data, human=human_goals, seed=price_seed)
+        self.goals = split_range(split, self.catalogue.goals)
+        self.action_space = Text(examples=("search[cotton shirt]", "click[next >]", "click[< prev]", "click[buy now]"))
+        self.goal_number = 0
+        self.session: Session | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        """``options={"goal": k}`` asks for the k-th goal, whatever the split; the benchmark calls it a session."""
+        super().reset(seed=seed)
+        number = (options or {}).get("goal")
+        if number is None:
+            number = self.catalogue.draw(self.goals, self.np_random)
+        elif not 0 <= number < self.catalogue.goals:
+            raise ValueError(f"goal={number} must lie between 0 and {self.catalogue.goals - 1}")
+        self.goal_number = number
+        goal = self.catalogue.goal(number)
+        self.session = Session(self.catalogue, goal, self.np_random, self._nouns, show_attributes=self._show_attributes)
+        return self._write(self.session), self._info(self.session, True)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        session = self.session
+        if session is None or session.page == "done":
+            raise ResetNeeded("the episode is over (or has not begun): call reset() first")
+        valid = False
+        if found := _ACTION.match(action.strip()):
+            name, argument = found[1], found[2].lower()
+            if name == "search":
+                session.search(argument)
+                valid = True
+            elif name == "click":
+                valid = session.click(argument)
+        reward = session.score.reward if session.score is not None else 0.0
+        return self._write(session), reward, session.page == "done", False, self._info(session, valid)
+
+    def expert(self) -> Iterator[str]:
+        """The whole way to the goal's own product, from wherever the session is."""
+        if self.session is None:
+            raise ResetNeeded("call reset() before expert()")
+        return expert.plan(self.session)
+
+    def page(self) -> str:
+        """The page as HTML, for a person's browser."""
+        if self.session is None:
+            raise ResetNeeded("call reset() before page()")
+        return styled(self.session)
+
+    def action_of(self, fields: Mapping[str, str]) -> str:
+        """The action that a form of the page stands for: a button's, a search, or the choice of an option."""
+        if "search_query" in fields:
+            return f"search[{fields['search_query']}]"
+        return fields.get("action") or f"click[{next(iter(fields.values()), '')}]"
+
+    def render(self) -> Any:
+        """The page in the observation's form (``ansi``)."""
+        if self.session is None:
+            raise ResetNeeded("call reset() before render()")
+        return self._write(self.session) if self.render_mode == "ansi" else None
+
+    def _info(self, session: Session, valid: bool) -> Info:
+        labels = session.clickable()
+        # The last bracket opens an argument, so that a label with one cannot be named.
+        admissible = [f"click[{label}]" for label in labels if label != SEARCH.lower() and "[" not in label]
+        if session.page == "index":
+            admissible = [f"search[{expert.search_words(session)}]"]
+        info: Info = {
+            "success": session.score is not None and session.score.reward == 1.0,
+            "action_valid": valid,
+            "admissible_actions": admissible,
+            "goal": self.goal_number,
+        }
+        if session.score is not None:
+            info["metrics"] = {
+                **{name: float(part) for name, part in asdict(session.score).items() if part is not None},
+                "same_product": float(session.item == session.goal.product),
+                "searches": float(session.actions["search"]),
+            }
+        return info

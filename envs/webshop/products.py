@@ -1,0 +1,158 @@
+"""Products as the benchmark's files describe them.
+
+Invariant: a product has the fields, and the values, that WebShop's own loader gives it, whether it is read from the
+official files, from the same products after that loader, or from agentkit's own. Files are only read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from json import JSONDecoder
+from pathlib import Path
+from typing import Any, TextIO
+
+from agentkit.errors import DataError
+
+DEFAULT_PRICE = 100.0
+"""Of products whose price is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product; all that pages show and rewards compare."""
+
+    asin: str
+    title: str
+    category: str
+    query: str
+    """The search words under which it was found: its kind, in short."""
+    product_category: str
+    """Its place in the shop, ``›`` between the levels."""
+    description: str
+    bullets: list[str]
+    prices: list[float]
+    """One price, or the ends of a range."""
+    price_tag: str
+    options: dict[str, list[str]]
+    """Choices by name, all in small letters."""
+    attributes: list[str]
+    image: str = ""
+    option_images: dict[str, str | None] = field(default_factory=dict)
+    rating: str = "N.A."
+    reviews: list[dict[str, Any]] = field(default_factory=list)
+    instruction: str | None = None
+    """What a synthetic goal for it says, without options and price."""
+    instruction_attributes: list[str] = field(default_factory=list)
+    human: list[dict[str, Any]] = field(default_factory=list)
+    """What people asked for: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
+
+
+def read(folder: Path) -> Iterator[Product]:
+    """The products of a folder, in their order; each asin once. Raises ``DataError``."""
+    attributes = _json(_one_of(folder, "items_ins_v2*.json", "attributes.json"))
+    people_file = folder / "items_human_ins.json"
+    people = _json(people_file) if people_file.is_file() else {}
+    seen: set[str] = set()
+    for raw in _raw(_one_of(folder, "items_shuffle*.json", "products.jsonl.gz")):
+        asin = raw["asin"]
+        if asin == "nan" or len(asin) > 10 or asin in seen:
+            continue
+        seen.add(asin)
+        yield _product(raw, attributes.get(asin, {}), people.get(asin) or raw.get("instructions") or [])
+
+
+def _product(raw: dict[str, Any], known: dict[str, Any], people: list[dict[str, Any]]) -> Product:
+    bullets = raw["small_description"]
+    prices, tag = _prices(raw.get("pricing"))
+    options, images = _options(raw.get("customization_options") or {})
+    return Product(
+        asin=raw["asin"],
+        title=raw["name"],
+        category=raw["category"],
+        query=raw["query"].lower().strip(),
+        product_category=raw["product_category"],
+        description=raw["full_description"] or "",
+        bullets=bullets if isinstance(bullets, list) else [bullets or ""],
+        prices=prices,
+        price_tag=tag,
+        options=options,
+        attributes=known.get("attributes", ["DUMMY_ATTR"]),
+        image=next(iter(raw.get("images") or []), None) or "",
+        option_images=images,
+        rating=str(raw.get("Rating") or "N.A."),
+        reviews=raw.get("Reviews") or [],
+        instruction=known.get("instruction"),
+        instruction_attributes=known.get("instruction_attributes") or [],
+        human=[
+            {name: one[name] for name in ("instruction", "instruction_attributes", "instruction_options")}
+            for one in people
+        ],
+    )
+
+
+def _prices(pricing: str | list[float] | None) -> tuple[list[float], str]:
+    """Up to two prices, and how the page writes them."""
+    if isinstance(pricing, str):
+        found = (re.sub(r"[^\d.]", "", part) for part in pricing.split("$")[1:])
+        pricing = [float(number) for number in found if number.strip(".")]
+    prices = [float(price) for price in (pricing or [DEFAULT_PRICE])[:2]]
+    return prices, " to ".join(f"${price}" for price in prices)
+
+
+def _options(raw: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, str | None]]:
+    options: dict[str, list[str]] = {}
+    images: dict[str, str | None] = {}
+    for name, contents in raw.items():
+        if contents is None:
+            continue
+        values = [content["value"].strip().replace("/", " | ").lower() for content in contents]
+        options[name.lower()] = values
+        images |= {value: content.get("image") for value, content in zip(values, contents, strict=True)}
+    return options, images
+
+
+def _one_of(folder: Path, *patterns: str) -> Path:
+    for pattern in patterns:
+        if found := sorted(folder.glob(pattern)):
+            return found[0]
+    raise DataError(f"{folder} holds no products of WebShop: there is no {' and no '.join(patterns)}")
+
+
+def _json(path: Path) -> Any:
+    with path.open(encoding="utf-8") as stream:
+        return json.load(stream)
+
+
+def _raw(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a JSON array, or of a file with one entry a line."""
+    if path.name.endswith(".jsonl.gz"):
+        with gzip.open(path, "rt", encoding="utf-8") as stream:
+            yield from map(json.loads, stream)
+        return
+    with path.open(encoding="utf-8") as stream:
+        yield from stream_array(stream)
+
+
+def stream_array(stream: TextIO, block: int = 1 << 22) -> Iterator[Any]:
+    """The objects of a JSON array, one after the other: the whole file would not fit into most machines' memory."""
+    decoder, text, place, opened = JSONDecoder(), "", 0, False
+    while True:
+        while place < len(text) and text[place] in " \t\r\n,[":
+            if text[place] == "[" and opened:
+                break
+            opened |= text[place] == "["
+            place += 1
+        if opened and text[place : place + 1] == "]":
+            return
+        try:
+            element, place = decoder.raw_decode(text, place)
+            yield element
+        except json.JSONDecodeError as error:
+            more = stream.read(block)
+            if not more or (text[place:] and not opened):
+                raise DataError(f"{getattr(stream, 'name', 'the file')} is no JSON array: {error}") from error
+            text, place = text[place:] + more, 0
