@@ -28,6 +28,10 @@ class RegistryError(AgentkitError):
     """An environment name is unknown, claimed twice, or its plugin does not load."""
 
 
+class DataError(AgentkitError):
+    """A data set is not here, cannot be fetched, or is not what it should be."""
+
+
 class EnvError(AgentkitError):
     """An environment failed; the episode is voided and may be retried in a fresh environment from its seed."""
 

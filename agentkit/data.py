@@ -1,0 +1,321 @@
+"""Data sets of environments: which there are, where they lie on this machine, and how they get here.
+
+Invariant: a set is complete or not there. Whatever fills its folder is written beside it, checked, and renamed; files
+are read-only afterwards. A checksum is either the official one or unknown, never made up: sets without one are checked
+by what they must contain.
+
+A set is one entry of ``DATASETS``; everything else is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentkit.archives import is_archive, unpack
+from agentkit.download import Progress, download
+from agentkit.errors import ConfigError, DataError
+
+RECORD = ".agentkit.json"
+"""Inside a set's folder: the checksum of every file when it came here."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file to download."""
+
+    url: str
+    """The official address."""
+    path: str
+    """Its name in the set's folder; of an archive, the folder in it that the content goes to (``.``: the set's)."""
+    size: int | None = None
+    """Bytes, where known."""
+    sha256: str | None = None
+    """The official checksum, or None where nobody published one."""
+    unpack: bool = False
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One data set."""
+
+    name: str
+    title: str
+    licence: str
+    homepage: str
+    size: str
+    """How much is downloaded, for people: ``"6 MB"``."""
+    forms: tuple[tuple[str, ...], ...]
+    """The files that make it complete, below its folder; one of several forms is enough."""
+    counts: Mapping[str, int]
+    """What it must contain, in the terms of ``counter``: products, games of a split, …"""
+    counter: str
+    """``package.module:function``: from the set's folder to its counts."""
+    splits: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[Remote, ...] = ()
+    generate: str | None = None
+    """``package.module:function`` that writes the set into a folder: agentkit's own, made where it is needed."""
+
+
+_GOOGLE_DRIVE = "https://drive.usercontent.google.com/download?export=download&confirm=t&id="
+_WEBSHOP = {
+    "licence": "MIT (code); the products' texts belong to their owners",
+    "homepage": "https://github.com/princeton-nlp/WebShop",
+    "counter": "agentkit.envs.webshop.catalogue:count",
+    "splits": {"test": "goals 0 to 499", "eval": "goals 500 to 1499", "train": "the others"},
+}
+_HUMAN = Remote(_GOOGLE_DRIVE + "14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O", "items_human_ins.json")
+
+DATASETS: dict[str, DataSet] = {
+    known.name: known
+    for known in (
+        DataSet(
+            name="webshop-own",
+            title="WebShop: agentkit's own products",
+            licence="Apache-2.0",
+            homepage="agentkit",
+            size="nothing",
+            forms=(("items_shuffle.json", "items_ins_v2.json"),),
+            counts={},
+            counter=_WEBSHOP["counter"],
+            splits=_WEBSHOP["splits"],
+            generate="agentkit.envs.webshop.generator:write",
+        ),
+        DataSet(
+            name="webshop-small",
+            title="WebShop: the official 1,000 products",
+            size="about 10 MB",
+            forms=(("items_shuffle_1000.json", "items_ins_v2_1000.json"), ("products.jsonl.gz", "attributes.json")),
+            counts={"products": 1_000, "goals": 6_910},
+            files=(
+                Remote(_GOOGLE_DRIVE + "1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib", "items_shuffle_1000.json"),
+                Remote(_GOOGLE_DRIVE + "1IduG0xl544V_A_jv3tHXC0kyFi7PnyBu", "items_ins_v2_1000.json"),
+                _HUMAN,
+            ),
+            **_WEBSHOP,
+        ),
+        DataSet(
+            name="webshop-full",
+            title="WebShop: all 1.18 million products",
+            size="about 5.5 GB",
+            forms=(("items_shuffle.json", "items_ins_v2.json", "items_human_ins.json"),),
+            counts={},
+            files=(
+                Remote(_GOOGLE_DRIVE + "1A2whVgOO0euk5O13n2iYDM0bQRkkRduB", "items_shuffle.json"),
+                Remote(_GOOGLE_DRIVE + "1s2j6NgHljiZzQNL3veZaAiyW_qDEgBNi", "items_ins_v2.json"),
+                _HUMAN,
+            ),
+            **_WEBSHOP,
+        ),
+    )
+}
+
+
+def root() -> Path:
+    """Where sets lie: ``AGENTKIT_DATA``, or a folder of the user's cache."""
+    if given := os.environ.get("AGENTKIT_DATA"):
+        return Path(given).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(cache).expanduser() / "agentkit" / "data").absolute()
+
+
+def dataset(name: str) -> DataSet:
+    """The set of that name. Raises ``ConfigError``."""
+    if name not in DATASETS:
+        raise ConfigError(f"there is no data set {name!r}; known: {', '.join(DATASETS)}")
+    return DATASETS[name]
+
+
+def find(name: str) -> Path | None:
+    """The folder of a set that is here, else None. Raises ``ConfigError`` for an unknown name."""
+    known = dataset(name)
+    return next((folder for folder in _places(name) if complete(known, folder)), None)
+
+
+def locate(name: str) -> Path:
+    """The folder of a set; one of agentkit's own is made if need be. Raises ``ConfigError``, ``DataError``."""
+    folder = find(name)
+    if folder is None and dataset(name).generate is not None:
+        folder = fetch(name)
+    if folder is None:
+        raise DataError(
+            f"the data set {name} is not in {root()}: run `agentkit data fetch {name}` (downloads "
+            f"{dataset(name).size}), or `agentkit data fetch {name} --from FILE_OR_FOLDER` if you have it already; "
+            "AGENTKIT_DATA names another place to look in"
+        )
+    return folder
+
+
+def complete(known: DataSet, folder: Path) -> bool:
+    """Whether a folder holds all files of one of the set's forms."""
+    return any(all((folder / name).exists() for name in form) for form in known.forms)
+
+
+def fetch(name: str, source: Path | None = None, progress: Progress | None = None) -> Path:
+    """Bring a set here and return its folder; one that is here already stays as it is.
+
+    Args:
+        source: an archive, or a folder that holds the files, instead of the official addresses.
+        progress: called with (file name, bytes so far, bytes in all or None).
+
+    An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
+    """
+    known = dataset(name)
+    with _lock(name) as base:
+        if (there := find(name)) is not None:
+            return there
+        target = base / name
+        filling = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
+        try:
+            if source is not None:
+                _take(known, source, filling)
+            elif known.generate is not None:
+                _named(known.generate)(filling)
+            else:
+                _download(known, filling, base / ".downloads" / name, progress or (lambda *_: None))
+            if not complete(known, filling):
+                wanted = " or ".join(" and ".join(form) for form in known.forms)
+                raise DataError(f"{source or 'what was downloaded'} is not the set {name}: it lacks {wanted}")
+            _check_counts(known, filling)
+            _seal(filling)
+            if target.exists():  # incomplete, or it would have been found
+                raise DataError(f"{target} is there and is not the set {name}; move it away, then fetch again")
+            filling.rename(target)
+        finally:
+            shutil.rmtree(filling, ignore_errors=True)
+        shutil.rmtree(base / ".downloads" / name, ignore_errors=True)
+        return target
+
+
+def verify(name: str) -> list[str]:
+    """What is wrong with a set that is here: changed or missing files, wrong counts. Raises ``DataError`` without."""
+    known, folder = dataset(name), locate(name)
+    problems = []
+    record = folder / RECORD
+    if record.is_file():
+        for path, digest in json.loads(record.read_text()).items():
+            if not (folder / path).is_file():
+                problems.append(f"{path} is missing")
+            elif sha256(folder / path) != digest:
+                problems.append(f"{path} has changed since it was fetched")
+    for remote in known.files:
+        path = folder / remote.path
+        if remote.sha256 and not remote.unpack and path.is_file() and sha256(path) != remote.sha256:
+            problems.append(f"{remote.path} is not the official file")
+    try:
+        _check_counts(known, folder)
+    except DataError as error:
+        problems.append(str(error))
+    return problems
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _places(name: str) -> Iterator[Path]:
+    yield root() / name
+    yield _spare_root() / name
+
+
+def _spare_root() -> Path:
+    """For machines, such as sandboxes, on which the usual place cannot be written."""
+    return Path(tempfile.gettempdir()) / f"agentkit-data-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def _lock(name: str) -> Iterator[Path]:
+    """Keep other processes from fetching the same set; yields the folder that sets go to."""
+    base = root()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if not os.access(base, os.W_OK):
+            raise PermissionError(f"{base} is read-only")
+    except OSError as error:
+        if dataset(name).generate is None:
+            raise DataError(f"{base} cannot be written: {error}; AGENTKIT_DATA names another place") from error
+        base = _spare_root()
+        base.mkdir(mode=0o700, exist_ok=True)
+        if base.stat().st_uid != os.getuid():
+            raise DataError(f"{base} belongs to somebody else; AGENTKIT_DATA names another place") from error
+    with (base / f".{name}.lock").open("w") as lock:
+        try:
+            # Making a set of one's own takes a moment: worth waiting for. A download may take hours.
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if dataset(name).generate else fcntl.LOCK_NB))
+        except OSError as error:
+            raise DataError(f"another process is fetching {name} into {base}; wait for it") from error
+        yield base
+
+
+def _download(known: DataSet, target: Path, parts: Path, progress: Progress) -> None:
+    parts.mkdir(parents=True, exist_ok=True)
+    for number, remote in enumerate(known.files):
+        label = remote.path if not remote.unpack else remote.url.rsplit("/", 1)[-1]
+        part = parts / f"{number}"
+        download(remote.url, part, size=remote.size, progress=lambda *done, label=label: progress(label, *done))
+        if remote.sha256 is not None and sha256(part) != remote.sha256:
+            part.unlink()
+            raise DataError(f"{remote.url} is not the official file: its checksum differs; fetch again")
+    for number, remote in enumerate(known.files):  # nothing is unpacked before everything is here
+        part = parts / f"{number}"
+        if remote.unpack:
+            unpack(part, target / remote.path)
+        else:
+            (target / remote.path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(part, target / remote.path)
+
+
+def _take(known: DataSet, source: Path, target: Path) -> None:
+    """Copy a folder, or unpack an archive; if all is in one folder at its top, that is the set."""
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    elif source.is_file() and is_archive(source):
+        unpack(source, target)
+    else:
+        raise DataError(f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2)")
+    tops = [path for path in target.iterdir() if path.is_dir()]
+    if len(tops) == 1 and not complete(known, target) and complete(known, tops[0]):
+        for path in tops[0].rename(target / RECORD).iterdir():  # a name that nothing in it has
+            path.rename(target / path.name)
+        (target / RECORD).rmdir()
+
+
+def _seal(folder: Path) -> None:
+    """Record every file's checksum, and make all of them read-only."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    (folder / RECORD).write_text(json.dumps({path.relative_to(folder).as_posix(): sha256(path) for path in paths}))
+    for path in [*paths, folder / RECORD]:
+        path.chmod(0o444)
+    folder.chmod(0o755)  # a temporary folder is its maker's alone
+
+
+def _check_counts(known: DataSet, folder: Path) -> None:
+    if not known.counts:
+        return
+    found = _named(known.counter)(folder)
+    wrong = [
+        f"{found.get(what, 0)} {what} instead of {count}"
+        for what, count in known.counts.items()
+        if found.get(what) != count
+    ]
+    if wrong:
+        raise DataError(f"{known.name} in {folder} has {', '.join(wrong)}")
+
+
+def _named(target: str) -> Callable[..., Mapping[str, int]]:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,336 @@
+"""Data sets: downloads from a real server that breaks off, hostile archives, and the commands."""
+
+import functools
+import hashlib
+import http.server
+import io
+import os
+import stat
+import tarfile
+import threading
+import zipfile
+
+import pytest
+from typer.testing import CliRunner
+
+from agentkit import data
+from agentkit.archives import unpack
+from agentkit.cli.data import app
+from agentkit.data import DataSet, Remote
+from agentkit.download import download
+from agentkit.errors import ConfigError, DataError
+
+CONTENT = bytes(range(256)) * 4_000
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves ``state["content"]``; breaks the connection after ``state["limit"]`` bytes of an answer."""
+
+    def __init__(self, state, *arguments):
+        self.state = state
+        super().__init__(*arguments)
+
+    def do_GET(self):
+        state, content, start = self.state, self.state["content"], 0
+        asked = self.headers.get("Range")
+        state["requests"].append(asked)
+        tag = hashlib.md5(content).hexdigest()
+        if asked and state["ranges"] and self.headers.get("If-Range") == f'"{tag}"':
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(content)}")
+                self.end_headers()
+                return
+        self.send_response(206 if start else state["status"])
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Content-Type", state["type"])
+        self.send_header("ETag", f'"{tag}"')
+        self.end_headers()
+        end = len(content) if state["limit"] is None else min(len(content), start + state["limit"])
+        self.wfile.write(content[start:end])
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    state = {
+        "content": CONTENT,
+        "limit": None,
+        "ranges": True,
+        "requests": [],
+        "status": 200,
+        "type": "application/octet-stream",
+    }
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, state))
+    thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
+    thread.start()
+    state["url"] = f"http://127.0.0.1:{http_server.server_port}/games.zip"
+    yield state
+    http_server.shutdown()
+    http_server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    return tmp_path
+
+
+def numbers(folder):
+    return {"lines": len((folder / "games" / "a.txt").read_text().splitlines())}
+
+
+def declare(monkeypatch, **changes):
+    fields = {
+        "name": "toys",
+        "title": "Toys",
+        "licence": "MIT",
+        "homepage": "https://example.org",
+        "size": "1 MB",
+        "forms": (("games/a.txt",),),
+        "counts": {"lines": 2},
+        "counter": f"{__name__}:numbers",
+    }
+    known = DataSet(**{**fields, **changes})
+    monkeypatch.setitem(data.DATASETS, known.name, known)
+
+
+def packed(**files):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+def test_what_breaks_off_is_taken_up_again(server, tmp_path):
+    server["limit"] = 300_000
+    seen = []
+    download(server["url"], tmp_path / "file", pause=0.0, progress=lambda done, total: seen.append((done, total)))
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert server["requests"] == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
+    assert seen[-1] == (len(CONTENT), len(CONTENT))
+    assert sorted(done for done, _ in seen) == [done for done, _ in seen]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_another_process_takes_it_up_too(server, tmp_path):
+    server["limit"] = 0  # nothing more arrives: it gives up, and keeps what it has
+    download_part = tmp_path / "file.part"
+    download_part.write_bytes(CONTENT[:1000])
+    (tmp_path / "file.tag").write_text(f'"{hashlib.md5(CONTENT).hexdigest()}"')
+    with pytest.raises(DataError, match="1000 bytes are kept"):
+        download(server["url"], tmp_path / "file", pause=0.0)
+    server["limit"] = None
+    download(server["url"], tmp_path / "file", pause=0.0)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("change", ["content", "ranges"])
+def test_it_starts_again_if_the_file_changed_or_the_server_cannot_go_on(server, tmp_path, change):
+    (tmp_path / "file.part").write_bytes(CONTENT[:1000])
+    (tmp_path / "file.tag").write_text(f'"{hashlib.md5(CONTENT).hexdigest()}"')
+    server[change] = {"content": b"other" * 10_000, "ranges": False}[change]
+    download(server["url"], tmp_path / "file", pause=0.0)
+    assert (tmp_path / "file").read_bytes() == server["content"]
+
+
+def test_a_part_that_is_whole_already_is_enough(server, tmp_path):
+    (tmp_path / "file.part").write_bytes(CONTENT)
+    (tmp_path / "file.tag").write_text(f'"{hashlib.md5(CONTENT).hexdigest()}"')
+    download(server["url"], tmp_path / "file", pause=0.0)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_refusals_say_why(server, tmp_path):
+    with pytest.raises(DataError, match="instead of 5"):
+        download(server["url"], tmp_path / "file", size=5, pause=0.0)
+    server["type"] = "text/html; charset=utf-8"
+    with pytest.raises(DataError, match=r"web page .* --from"):
+        download(server["url"], tmp_path / "file", pause=0.0)
+    server["status"] = 404
+    with pytest.raises(DataError, match="404"):
+        download(server["url"], tmp_path / "file", pause=0.0)
+    server["status"] = 503
+    with pytest.raises(DataError, match="503"):
+        download(server["url"], tmp_path / "file", pause=0.0)
+
+
+def test_a_set_is_fetched_verified_and_read_only(server, place, monkeypatch):
+    server["content"] = packed(**{"games/a.txt": "one\ntwo\n"})
+    digest = hashlib.sha256(server["content"]).hexdigest()
+    declare(monkeypatch, files=(Remote(server["url"], ".", len(server["content"]), digest, unpack=True),))
+    assert data.find("toys") is None
+    with pytest.raises(DataError, match=r"agentkit data fetch toys` \(downloads 1 MB\)"):
+        data.locate("toys")
+    folder = data.fetch("toys")
+    assert folder == place / "data" / "toys" == data.locate("toys")
+    assert (folder / "games" / "a.txt").read_text() == "one\ntwo\n"
+    assert stat.S_IMODE((folder / "games" / "a.txt").stat().st_mode) == 0o444
+    assert data.verify("toys") == []
+    assert data.fetch("toys") == folder
+    assert len(server["requests"]) == 1
+    (folder / "games" / "a.txt").chmod(0o644)
+    (folder / "games" / "a.txt").write_text("one\n")
+    assert data.verify("toys") == [
+        "games/a.txt has changed since it was fetched",
+        f"toys in {folder} has 1 lines instead of 2",
+    ]
+
+
+def test_a_wrong_checksum_or_count_leaves_nothing_behind(server, place, monkeypatch):
+    server["content"] = packed(**{"games/a.txt": "one\n"})
+    declare(monkeypatch, files=(Remote(server["url"], ".", None, "0" * 64, unpack=True),))
+    with pytest.raises(DataError, match="checksum differs"):
+        data.fetch("toys")
+    declare(monkeypatch, files=(Remote(server["url"], ".", unpack=True),))
+    with pytest.raises(DataError, match="1 lines instead of 2"):
+        data.fetch("toys")
+    declare(monkeypatch, files=(Remote(server["url"], "x.txt"),))
+    with pytest.raises(DataError, match=r"lacks games/a\.txt"):
+        data.fetch("toys")
+    assert data.find("toys") is None
+    assert [path for path in (place / "data").iterdir() if not path.name.startswith(".toys.lock")] == [
+        place / "data" / ".downloads"
+    ]
+
+
+def test_a_local_archive_or_folder_serves_as_well(place, monkeypatch):
+    declare(monkeypatch)
+    (place / "own.zip").write_bytes(packed(**{"top/games/a.txt": "one\ntwo\n"}))
+    folder = data.fetch("toys", place / "own.zip")
+    assert numbers(folder) == {"lines": 2}
+    declare(monkeypatch, name="others")
+    assert numbers(data.fetch("others", folder)) == {"lines": 2}
+    declare(monkeypatch, name="third")
+    with pytest.raises(DataError, match="neither a folder nor an archive"):
+        data.fetch("third", place / "nothing")
+
+
+def write_toys(folder):
+    (folder / "games").mkdir()
+    (folder / "games" / "a.txt").write_text("1\n2\n")
+
+
+def test_agentkits_own_sets_are_made_where_they_are_needed(place, monkeypatch):
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    folders = []
+    threads = [threading.Thread(target=lambda: folders.append(data.locate("toys"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folders == [place / "data" / "toys"] * 4
+
+
+def test_only_one_process_fetches_a_set(place, monkeypatch):
+    declare(monkeypatch)
+    with data._lock("toys"), pytest.raises(DataError, match="another process is fetching"):
+        data.fetch("toys", place)
+
+
+def tarred(*members):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for member in members:
+            info = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
+            info.size = 3 if info.isfile() else 0
+            archive.addfile(info, io.BytesIO(b"abc") if info.isfile() else None)
+    return buffer.getvalue()
+
+
+def special(kind, target=""):
+    info = tarfile.TarInfo("thing")
+    info.type, info.linkname = kind, target
+    return info
+
+
+def linked_zip():
+    buffer = io.BytesIO()
+    info = zipfile.ZipInfo("link")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(info, "/etc/passwd")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        tarred("../outside"),
+        tarred("/outside"),
+        tarred("a/../../outside"),
+        tarred(special(tarfile.SYMTYPE, "/etc")),
+        tarred(special(tarfile.LNKTYPE, "/etc/passwd")),
+        tarred(special(tarfile.CHRTYPE)),
+        tarred(special(tarfile.FIFOTYPE)),
+        tarred("twice", "twice"),
+        packed(**{"../outside": "abc"}),
+        packed(**{"..\\outside": "abc"}),
+        linked_zip(),
+        tarred("large1", "large2", "large3", "large4"),
+        tarred("cut")[:-20],
+    ],
+)
+def test_hostile_archives_write_nothing_elsewhere(content, tmp_path):
+    (tmp_path / "archive").write_bytes(content)
+    with pytest.raises(DataError):
+        unpack(tmp_path / "archive", tmp_path / "in" / "target", limit=10)
+    assert {path.name for path in tmp_path.iterdir()} == {"archive", "in"}
+    assert {path.name for path in (tmp_path / "in").iterdir()} == {"target"}
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz", "w:bz2"])
+def test_archives_unpack(mode, tmp_path):
+    with tarfile.open(tmp_path / "archive", mode) as archive:
+        folder, file = tarfile.TarInfo("a"), tarfile.TarInfo("a/b")
+        folder.type, file.size, file.mode = tarfile.DIRTYPE, 3, 0o6777
+        archive.addfile(folder)
+        archive.addfile(file, io.BytesIO(b"abc"))
+    unpack(tmp_path / "archive", tmp_path / "target")
+    assert (tmp_path / "target" / "a" / "b").read_bytes() == b"abc"
+    assert not (tmp_path / "target" / "a" / "b").stat().st_mode & 0o6111
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_commands(place, monkeypatch):
+    declare(monkeypatch)
+    assert "toys" in run("list").stdout
+    with pytest.raises(DataError, match="agentkit data fetch toys"):
+        run("path", "toys")
+    (place / "source" / "games").mkdir(parents=True)
+    (place / "source" / "games" / "a.txt").write_text("1\n2\n")
+    folder = str(place / "data" / "toys")
+    assert run("fetch", "toys", "--from", str(place / "source")).stdout.strip() == folder
+    assert run("path", "toys").stdout.strip() == folder
+    assert run("verify", "toys").stdout == "toys is complete: 2 lines\n"
+    assert f'"folder": "{folder}"' in run("list", "--json").stdout
+    (place / "data" / "toys" / "games" / "a.txt").unlink()
+    (place / "data" / "toys" / "games" / "a.txt").write_text("1\n2\n3\n")
+    result = run("verify", "toys")
+    assert result.exit_code == 1
+    assert "3 lines instead of 2" in result.stdout
+    with pytest.raises(ConfigError, match=r"known: .*toys"):
+        run("path", "toy")
+
+
+def test_the_table_is_in_order():
+    for name, known in data.DATASETS.items():
+        assert name == known.name
+        assert (known.generate is None) == bool(known.files)
+        assert all(remote.url.startswith("https://") for remote in known.files)
+        assert all(remote.sha256 is None or len(remote.sha256) == 64 for remote in known.files)
+        assert known.forms
+        assert ":" in known.counter
