@@ -1,0 +1,3 @@
+from agentkit.envs.swebench.env import SWEBench
+
+__all__ = ["SWEBench"]
