@@ -99,7 +99,13 @@ def build_packages(base: str, pins: Sequence[str], *, host: str | None = None) -
 
 
 def build_folder(
-    recipe: str, tag: str, base: str, folder: Path, arguments: Mapping[str, str] | None = None, *, host: str | None = None
+    recipe: str,
+    tag: str,
+    base: str,
+    folder: Path,
+    arguments: Mapping[str, str] | None = None,
+    *,
+    host: str | None = None,
 ) -> str:
     """Build ``tag`` by one of agentkit's recipes from ``base`` and a folder of plain files, and return its image id.
 
@@ -125,9 +131,7 @@ def exists(tag: str, *, host: str | None = None) -> bool:
         return _inspect(client, tag) is not None
 
 
-def _packages(
-    client: APIClient, base: str, pins: Sequence[str], probed: _Probed, constraints: Sequence[str]
-) -> str:
+def _packages(client: APIClient, base: str, pins: Sequence[str], probed: _Probed, constraints: Sequence[str]) -> str:
     """The id of ``base`` with the packages: they change seldom and are slow to fetch, so they are an image of their
     own."""
     recipe = _recipe("packages")

@@ -21,14 +21,13 @@ from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.spaces import Text
 from agentkit.envs.swebench import evaluation, instance, supply, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
-from agentkit.envs.swebench.history import HIDE_FUTURE
 from agentkit.envs.swebench.instance import Instance, Split
 from agentkit.envs.swebench.releases import store
 from agentkit.errors import ConfigError, EnvCrashed, SandboxError
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool import Lease
 from agentkit.sandboxes.shell import Shell
-from agentkit.sandboxes.spec import Resources, SandboxSpec
+from agentkit.sandboxes.spec import Resources
 
 PATCH_LIMIT = 8 << 20
 """Bytes of the largest patch that is graded."""
@@ -115,7 +114,7 @@ class SWEBench(AsyncTextEnv):
         if self._supply is None:
             self._supply = supply.join(self._backend, self._spares)
         try:
-            self._lease = await self._supply.take(self.spec(task))
+            self._lease = await self._supply.take(supply.spec_of(task, self._resources))
             box = self._lease.box
             self._shell = await box.shell(cwd=REPOSITORY, env=ENVIRONMENT)
             await self._shell.run(_ENTER, check=True)
@@ -169,22 +168,6 @@ class SWEBench(AsyncTextEnv):
             if held is not None:
                 await supply.leave(held)
 
-    def spec(self, task: Instance) -> SandboxSpec:
-        """The sandbox of an instance: no network, its image's own user, and a root that can be written to, since the
-        repository and its packages lie there."""
-        return SandboxSpec(
-            image=task.image,
-            user=task.user,
-            env={**ENVIRONMENT, "HOME": "/tmp"},
-            readonly_root=False,
-            resources=self._resources,
-            setup=("/bin/sh", "-c", f"cd {REPOSITORY}\n{HIDE_FUTURE}"),
-            pull="never" if task.image.startswith(store.IMAGES) else "missing",
-            ttl=None,
-            idle_timeout=3600.0,
-            start_timeout=300.0,
-        )
-
     async def _use(self, call: tools.Bash | tools.View | tools.Create | tools.Edit, shell: Shell, lease: Lease) -> str:
         if isinstance(call, tools.Bash):
             timeout = min(self._command_timeout, max(self._time_limit - self._spent, 0.1))
@@ -210,7 +193,7 @@ class SWEBench(AsyncTextEnv):
             patch = taken.stdout if taken.ok and not taken.truncated else ""
             if not patch.strip():
                 return Verdict("no patch")
-            async with self._supply.fresh(self.spec(task)) as box:
+            async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
                 return await evaluation.evaluate(box, task.row, patch, self._eval_timeout)
         except SandboxError as error:
             await self._put_away()
@@ -241,9 +224,7 @@ class SWEBench(AsyncTextEnv):
         return {"success": success, "action_valid": valid, **name, **more}
 
 
-def _chosen(
-    tasks: list[Instance], ids: Sequence[str] | None, split: Split | None, where: Path
-) -> tuple[Instance, ...]:
+def _chosen(tasks: list[Instance], ids: Sequence[str] | None, split: Split | None, where: Path) -> tuple[Instance, ...]:
     if split not in (None, "train", "test"):
         raise ConfigError(f"split={split!r} must be 'train', 'test' or None")
     missing = set(ids or ()) - {task.id for task in tasks}

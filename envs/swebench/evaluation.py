@@ -48,7 +48,7 @@ async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: str, timeout: fl
     """
     if not patch.strip():
         return Verdict("no patch")
-    if not await _apply(box, patch):
+    if not await apply(box, patch):
         return Verdict("patch does not apply")
     log = await run_tests(box, row, timeout)
     if log is None:
@@ -68,7 +68,8 @@ async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str
     return None if result.timed_out else result.stdout
 
 
-async def _apply(box: Sandbox, patch: str) -> bool:
+async def apply(box: Sandbox, patch: str) -> bool:
+    """Whether ``patch`` could be applied, by one of the official commands."""
     await box.files.write(_PATCH, patch)
     for attempt, command in enumerate(await asyncio.to_thread(grading.apply_commands)):
         if attempt:  # a failed attempt may leave half of the patch behind

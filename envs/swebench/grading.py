@@ -43,7 +43,9 @@ def official() -> SimpleNamespace:
         from swebench.harness.log_parsers import PARSER_REGISTRY
         from swebench.harness.run_evaluation import GIT_APPLY_CMDS
     except ImportError as error:
-        raise ConfigError(f"SWE-bench is graded by the swebench package (5 or newer), which is missing: {EXTRA}") from error
+        raise ConfigError(
+            f"SWE-bench is graded by the swebench package (5 or newer), which is missing: {EXTRA}"
+        ) from error
     return SimpleNamespace(
         test_spec=utils.make_test_spec,
         report=grading.get_eval_report,

@@ -12,16 +12,37 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
+from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY
+from agentkit.envs.swebench.history import HIDE_FUTURE
+from agentkit.envs.swebench.instance import Instance
+from agentkit.envs.swebench.releases import store
 from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool import Lease, SandboxPool
 from agentkit.sandboxes.sandbox import Sandbox
-from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.spec import Resources, SandboxSpec
 
 IMAGES = 4
 """Images that spares are kept of."""
 MOST = 256
 """Sandboxes of one image at one time."""
+
+
+def spec_of(task: Instance, resources: Resources) -> SandboxSpec:
+    """The sandbox of an instance: no network, its image's own user, and a root that can be written to, since the
+    repository and its packages lie there. Nothing of the repository's future is left in it."""
+    return SandboxSpec(
+        image=task.image,
+        user=task.user,
+        env={**ENVIRONMENT, "HOME": "/tmp"},
+        readonly_root=False,
+        resources=resources,
+        setup=("/bin/sh", "-c", f"cd {REPOSITORY}\n{HIDE_FUTURE}"),
+        pull="never" if task.image.startswith(store.IMAGES) else "missing",
+        ttl=None,
+        idle_timeout=3600.0,
+        start_timeout=300.0,
+    )
 
 
 class Supply:

@@ -22,7 +22,9 @@ FILE_LIMIT = 20_000
 """Files of a release."""
 _TEST_FOLDERS = frozenset({"test", "tests", "testing"})
 _TEST_MODULE = re.compile(r"test_.*\.py|.*_test\.py")
-_CHANGELOG = re.compile(r"(?:docs?/)?(?:change[s]?|changelog|history|news|releases?|versions)(?:\.(?:rst|md|txt))?", re.I)
+_CHANGELOG = re.compile(
+    r"(?:docs?/)?(?:change[s]?|changelog|history|news|releases?|versions)(?:\.(?:rst|md|txt))?", re.I
+)
 _PLAIN = re.compile(r"[\x21\x23-\x5b\x5d-\x7e]+")
 """Names that git does not quote."""
 
