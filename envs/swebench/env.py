@@ -49,8 +49,8 @@ class SWEBench(AsyncTextEnv):
     """Resolve issues of real repositories; 1 if the hidden tests pass after ``submit``, else 0.
 
     Args:
-        instances: a ``.parquet``, ``.jsonl`` or ``.json`` file of SWE-bench, or a task repository; None: the tasks that
-            ``agentkit data swe-from-releases`` built.
+        instances: the name of a data set (``agentkit data list``), a ``.parquet``, ``.jsonl`` or ``.json`` file of
+            SWE-bench, or a task repository; None: the tasks that ``agentkit data swe-from-releases`` built.
         instance_ids: only these; None takes all.
         split: only the ``"train"`` or the ``"test"`` part, which share no instance; None takes both.
         backend: where sandboxes run: ``"docker"``, the name of another back end with images, or one that is started.
@@ -62,7 +62,7 @@ class SWEBench(AsyncTextEnv):
         spares: fresh sandboxes that are kept ready for each of the images in use.
 
     Raises:
-        ConfigError: there are no such instances, or an argument is out of range.
+        ConfigError, DataError: there are no such instances, or an argument is out of range.
     """
 
     instructions = _RULES
@@ -89,7 +89,7 @@ class SWEBench(AsyncTextEnv):
                 f"command_timeout={command_timeout}, time_limit={time_limit}, eval_timeout={eval_timeout} must be "
                 f"positive, output_limit={output_limit} at least 100, spares={spares} not negative"
             )
-        path = store.tasks() if instances is None else Path(instances)
+        path = store.find(instances)
         self.instances = _chosen(instance.load(path), instance_ids, split, path)
         """What episodes are drawn from."""
         self.instance: Instance | None = None

@@ -7,6 +7,7 @@ is kept as it came, since the official functions take rows.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def load(path: Path) -> list[Instance]:
     instances = sorted((Instance(row) for row in rows), key=lambda instance: instance.id)
     if not instances:
         raise ConfigError(f"{path} holds no SWE-bench instance")
-    twice = {one.id for one, other in zip(instances, instances[1:], strict=False) if one.id == other.id}
+    twice = {one.id for one, other in itertools.pairwise(instances) if one.id == other.id}
     if twice:
         raise ConfigError(f"{path} holds {', '.join(sorted(twice))} twice")
     return instances
@@ -109,3 +110,8 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
             raise ConfigError(f"reading the task repository {path} needs the swebench package: {EXTRA}") from error
         return load_task_repo(path)
     raise ValueError("give a .parquet, .jsonl or .json file, or a folder with tasks/")
+
+
+def count(folder: Path) -> dict[str, int]:
+    """What a data set of instances holds, for ``agentkit data``."""
+    return {"instances": sum(len(load(path)) for path in folder.glob("*.parquet"))}

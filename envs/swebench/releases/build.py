@@ -82,9 +82,7 @@ async def build(pair: Pair, progress: Progress = lambda _: None) -> Instance:
     old, new = (trees.read(archive) for archive in archives)
     change = difference(pair, old, new)
     progress("building the image")
-    base = await asyncio.to_thread(environment.base)
-    builder = await asyncio.to_thread(images_builder, base)
-    built = await environment.build(builder, old, pair.old)
+    built = await environment.build(await asyncio.to_thread(environment.builder), old, pair.old)
     packages = (*PYTEST, *pair.packages)
     title = f"{pair.package} {pair.old}"
     image = await asyncio.to_thread(environment.make, pair.id, title, old, built, packages)
@@ -95,11 +93,6 @@ async def build(pair: Pair, progress: Progress = lambda _: None) -> Instance:
     if not fail_to_pass:
         raise ConfigError(f"{pair.id}: no test fails before the change and passes after it, in all of {RUNS} runs")
     return await asyncio.to_thread(_written, {**draft, "FAIL_TO_PASS": fail_to_pass, "PASS_TO_PASS": pass_to_pass})
-
-
-def images_builder(base: str) -> str:
-    """The image that releases are built in."""
-    return environment.images.build_packages(base, environment.BUILDERS)
 
 
 def difference(pair: Pair, old: Tree, new: Tree) -> Change:

@@ -48,6 +48,11 @@ class Built:
     """Top-level modules and packages."""
 
 
+def builder() -> str:
+    """Build the image that releases are built in and return its id. Raises ``ImageError``, ``EngineUnavailable``."""
+    return images.build_packages(base(), BUILDERS)
+
+
 def base() -> str:
     """Build the base image and return its name. Raises ``ImageError``, ``EngineUnavailable``."""
     try:
@@ -98,7 +103,7 @@ def unpacked(wheel: bytes) -> Built:
 
 
 def roots(tree: Tree, modules: frozenset[str]) -> list[str]:
-    """The folders of the repository that modules are imported from. Raises ``ConfigError`` for one that is not there."""
+    """The folders of the repository that modules are imported from. Raises ``ConfigError`` if one is not there."""
     found: list[str] = []
     for module in sorted(modules):
         for root in _ROOTS:
@@ -134,6 +139,7 @@ def packed(tree: Tree) -> bytes:
         for path, file in sorted(tree.items()):
             info = tarfile.TarInfo(path)
             info.size, info.mode = len(file.data), 0o755 if file.executable else 0o644
+            info.mtime = 946684800  # zip files, wheels among them, know no time before 1980
             archive.addfile(info, io.BytesIO(file.data))
     return buffer.getvalue()
 

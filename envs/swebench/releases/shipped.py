@@ -15,7 +15,9 @@ _XMLTODICT = """\
 * Dictionaries are plain ones where Python keeps them in order, instead of `OrderedDict`.
 * `unparse` writes empty lists, and takes `expand_iter`, the name of the elements that a nested list becomes.
 """
-_WCWIDTH = "* **Bugfix** zero-width support for Hangul Jamo (Korean): vowels and trailing consonants (U+1160 to U+11FF) combine.\n"
+_WCWIDTH = """\
+* **Bugfix** zero-width support for Hangul Jamo (Korean): vowels and trailing consonants (U+1160 to U+11FF) combine.
+"""
 
 SHIPPED: tuple[Pair, ...] = (
     Pair(

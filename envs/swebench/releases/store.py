@@ -6,6 +6,7 @@ Invariant: the folder is a task repository in the official format: it loads with
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from agentkit import data
@@ -26,10 +27,22 @@ def tasks() -> Path:
     """The task repository. Raises ``ConfigError`` if nothing was built yet."""
     if not any((folder() / "tasks").glob("*/task.yaml")):
         raise ConfigError(
-            f"there are no SWE tasks in {folder()}: build those that agentkit ships by `{BUILD}` (downloads about 10 MB, "
-            "needs Docker), or give instances=FILE with a SWE-bench data set"
+            f"there are no SWE tasks in {folder()}: build those that agentkit ships by `{BUILD}` (downloads about "
+            "10 MB, needs Docker), or give instances=FILE with a SWE-bench data set"
         )
     return folder()
+
+
+def find(instances: str | os.PathLike[str] | None) -> Path:
+    """Where instances lie: a path, the name of a data set, or None for the tasks that were built here.
+
+    Raises ``ConfigError``, ``DataError``.
+    """
+    if instances is None:
+        return tasks()
+    if instances in data.DATASETS:
+        return next(data.locate(str(instances)).glob("*.parquet"))
+    return Path(instances)
 
 
 def sources() -> Path:
