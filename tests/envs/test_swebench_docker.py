@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from requiring import require
-from swebench_cases import REMEDY
+from swebench_cases import built, gold
 
 from agentkit.envs.check import check
 from agentkit.envs.swebench import SWEBench, evaluation, supply
 from agentkit.envs.swebench.instance import Instance
 from agentkit.envs.swebench.releases import build, environment, store
 from agentkit.envs.swebench.releases.shipped import SHIPPED
-from agentkit.errors import ConfigError, EngineUnavailable, EnvCrashed
+from agentkit.errors import ConfigError, EnvCrashed
 from agentkit.sandboxes import Sandbox, images
 from agentkit.sandboxes.spec import Resources
 
@@ -33,7 +33,6 @@ BUILT = (
     "marshmallow__marshmallow-3.21.1",
 )
 FIRST = BUILT[0]
-DOCKER = "run `PYTHON=.venv/bin/python .ci/docker`: it starts an engine and makes the images that tasks are built on"
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +46,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def tasks(data_folder: Path) -> dict[str, Instance]:
     """Four of the shipped pairs, built."""
-    for module in ("docker", "swebench", "pyarrow"):
-        require(module, REMEDY)
-    try:
-        require(images.exists(environment.DEBIAN) or images.exists(environment.BASE), DOCKER)
-    except EngineUnavailable as error:
-        require(False, f"{DOCKER} ({error})")
-
-    async def main() -> list[Instance]:
-        return [await build.build(pair) for pair in SHIPPED if pair.id in BUILT]
-
-    return {task.id: task for task in asyncio.run(main())}
+    return built(*BUILT)
 
 
 @pytest.fixture
@@ -74,10 +63,6 @@ async def play(env: SWEBench, task: str, *actions: str) -> tuple[str, float, boo
     for action in actions:
         result = await env.step(action)
     return result
-
-
-def gold(task: Instance) -> str:
-    return f"bash git apply - <<'END_OF_GOLD'\n{task.patch}END_OF_GOLD"
 
 
 async def test_every_task_was_built_with_tests_that_decide(tasks: dict[str, Instance]) -> None:
@@ -128,6 +113,14 @@ async def test_a_task_is_not_built_of_what_changes_nothing(tasks: dict[str, Inst
     same = build.Pair(pair.package, pair.old, pair.old, statement="Nothing.")
     with pytest.raises(ConfigError, match="gives no task"):
         await build.build(same)
+
+
+def test_the_command_line_builds_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
+    command = [sys.executable, "-m", "agentkit", "data", "swe-from-releases", "xmltodict", "0.12.0", "0.13.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == f"{FIRST} agentkit/swe:{FIRST} 4 tests to fix, 54 to keep".split()
 
 
 @pytest.mark.usefixtures("tasks")

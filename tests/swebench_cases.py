@@ -1,14 +1,22 @@
-"""What tests of SWE-bench share: a row by hand, logs as pytest writes them, and where the official data lie."""
+"""What tests of SWE-bench share: rows by hand, logs as pytest writes them, official data, and tasks that are built."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from requiring import require
 
-LITE_DEV = Path(__file__).parents[3] / "shared" / "data" / "swebench" / "lite_dev.parquet"
+from agentkit.envs.swebench.instance import Instance
+from agentkit.envs.swebench.releases import build, environment
+from agentkit.envs.swebench.releases.shipped import SHIPPED
+from agentkit.errors import EngineUnavailable
+from agentkit.sandboxes import images
+
+LITE_DEV = Path(__file__).parents[2] / "shared" / "data" / "swebench" / "lite_dev.parquet"
 REMEDY = "pip install 'agentkit-rl[swe]'"
+DOCKER = "run `PYTHON=.venv/bin/python .ci/docker`: it starts an engine and makes the images that tasks are built on"
 
 
 def lite_dev() -> Path:
@@ -52,3 +60,23 @@ def log(exit_code: int, **statuses: str) -> str:
             f">>>>> Test Exit Code: {exit_code}",
         ]
     )
+
+
+def built(*names: str) -> dict[str, Instance]:
+    """Some of the shipped pairs, built into ``AGENTKIT_DATA``; the archives come from the package index."""
+    for module in ("docker", "swebench", "pyarrow"):
+        require(module, REMEDY)
+    try:
+        require(images.exists(environment.DEBIAN) or images.exists(environment.BASE), DOCKER)
+    except EngineUnavailable as error:
+        require(False, f"{DOCKER} ({error})")
+
+    async def main() -> list[Instance]:
+        return [await build.build(pair) for pair in SHIPPED if pair.id in names]
+
+    return {task.id: task for task in asyncio.run(main())}
+
+
+def gold(task: Instance) -> str:
+    """The solution as an action."""
+    return f"bash git apply - <<'END_OF_GOLD'\n{task.patch}END_OF_GOLD"
