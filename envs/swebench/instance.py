@@ -6,6 +6,7 @@ is kept as it came, since the official functions take rows.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -78,17 +79,24 @@ def load(path: Path) -> list[Instance]:
 
     Sorted by name. Raises ``ConfigError`` for what is none of these, cannot be graded, or needs an extra.
     """
+    inside = path / "tasks"
     try:
-        rows = list(_rows(path))
+        return list(_loaded(path, (inside if inside.is_dir() else path).stat().st_mtime_ns))
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise ConfigError(f"{path} holds no SWE-bench instances: {problem}") from problem
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: Path, modified: int) -> tuple[Instance, ...]:
+    # Shared by the environments of a process: many of them would otherwise read a file many times.
+    rows = list(_rows(path))
     instances = sorted((Instance(row) for row in rows), key=lambda instance: instance.id)
     if not instances:
         raise ConfigError(f"{path} holds no SWE-bench instance")
     twice = {one.id for one, other in itertools.pairwise(instances) if one.id == other.id}
     if twice:
         raise ConfigError(f"{path} holds {', '.join(sorted(twice))} twice")
-    return instances
+    return tuple(instances)
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

@@ -97,6 +97,7 @@ def test_what_cannot_be_graded_does_not_load(tmp_path: Path, content: str, messa
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "some.parquet").touch()
     with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'agentkit-rl\[swe\]'"):
         instance.load(tmp_path / "some.parquet")
     monkeypatch.setitem(sys.modules, "swebench.harness", None)
@@ -109,6 +110,22 @@ def test_without_tasks_the_error_says_the_command(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match="agentkit data swe-from-releases --shipped"):
         SWEBench()
+
+
+def test_the_command_line_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from agentkit.cli.data import app
+
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
+    for words, message in (
+        ([], "name a package and two of its versions, or give --shipped"),
+        (["pkg", "1.0", "1.1", "--shipped"], "or give --shipped"),
+        (["pkg", "1.0"], "which versions of pkg"),
+    ):
+        result = CliRunner().invoke(app, ["swe-from-releases", *words])
+        assert isinstance(result.exception, ConfigError)
+        assert message in str(result.exception)
 
 
 def test_instances_are_chosen_by_name_and_by_split() -> None:
