@@ -18,8 +18,10 @@ from agentkit.errors import SandboxLost
 from agentkit.sandboxes.sandbox import Sandbox
 
 REPOSITORY = "/testbed"
-ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
-"""Of everything that runs in a sandbox of an instance: tests that depend on these would pass by luck."""
+ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+"""Of everything that runs in a sandbox of an instance. Tests that depend on the first two would pass by luck. Official
+scripts install the repository again: without a network pip must take the build backend that is there (it reads the
+last one as "no isolation: yes")."""
 LOG_LIMIT = 32 << 20
 _PATCH, _SCRIPT = "/tmp/patch.diff", "/tmp/eval.sh"
 _APPLY_TIMEOUT = 120.0
