@@ -189,9 +189,8 @@ async def test_an_agent_that_breaks_its_repository_has_no_patch(env: SWEBench, b
 
 async def test_an_agent_that_ends_its_sandbox_is_not_scored(env: SWEBench) -> None:
     await env.reset(seed=0, options={"instance_id": FIRST})
-    await env.step("bash (sleep 0.2; kill -9 -1) & sleep 3")
     with pytest.raises(EnvCrashed, match="sandbox"):
-        await env.step("bash ls")
+        await env.step("bash kill -9 -1; sleep 10")
     observation, _ = await env.reset(seed=0, options={"instance_id": FIRST})  # and the next episode is a fresh one
     assert "xmltodict" in observation
 

@@ -56,7 +56,7 @@ async def test_changed_tests_earn_nothing() -> None:
 
 
 async def test_an_episode_whose_sandbox_dies_is_voided_and_played_again(task: Instance) -> None:
-    crashes = iter(["bash (sleep 0.2; kill -9 -1) & sleep 3", "bash ls"])
+    crashes = iter(["bash kill -9 -1; sleep 10"])
 
     def script(text: str, seed: int) -> str:
         return next(crashes, None) or ("submit" if "END_OF_GOLD" in text else gold(task))
@@ -64,5 +64,5 @@ async def test_an_episode_whose_sandbox_dies_is_voided_and_played_again(task: In
     harness, rewards = await play(script)
     assert rewards == [1.0, 1.0]
     voided = [trajectory for trajectory, ending, _ in harness.ends if ending == "voided"]
-    assert 1 <= len(voided) <= 2
+    assert len(voided) == 1
     assert all("sandbox" in (trajectory.reason or "") for trajectory in voided)
