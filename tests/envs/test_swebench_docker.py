@@ -75,11 +75,9 @@ async def test_every_task_was_built_with_tests_that_decide(tasks: dict[str, Inst
 
 @pytest.mark.parametrize("name", BUILT)
 async def test_the_solution_resolves_it_and_nothing_else_does(
-    env: SWEBench, tasks: dict[str, Instance], name: str, record_property
+    env: SWEBench, tasks: dict[str, Instance], name: str
 ) -> None:
-    began = time.perf_counter()
     _, reward, terminated, _, info = await play(env, name, gold(tasks[name]), "submit")
-    record_property("seconds", time.perf_counter() - began)
     assert (reward, terminated, info["success"]) == (1.0, True, True), info
 
     _, reward, terminated, _, info = await play(env, name, "submit")
@@ -236,7 +234,7 @@ async def test_memory_that_runs_out_in_the_evaluation_is_not_scored(tasks: dict[
             await evaluation.run_tests(box, hungry, 60)
 
 
-async def test_a_warm_start_takes_less_than_half_a_second(env: SWEBench, record_property) -> None:
+async def test_a_warm_start_takes_less_than_half_a_second(env: SWEBench) -> None:
     await env.reset(seed=0, options={"instance_id": FIRST})
     taken = []
     for _ in range(5):
@@ -244,7 +242,6 @@ async def test_a_warm_start_takes_less_than_half_a_second(env: SWEBench, record_
         began = time.perf_counter()
         await env.reset(seed=0, options={"instance_id": FIRST})
         taken.append(time.perf_counter() - began)
-    record_property("seconds", taken)
     assert sorted(taken)[2] < 0.5, taken
 
 
