@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gymnasium.error import ResetNeeded
+from pydantic import ValidationError
 
 from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.spaces import Text
@@ -23,7 +24,7 @@ from agentkit.envs.swebench import evaluation, instance, supply, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
 from agentkit.envs.swebench.instance import Instance, Split
 from agentkit.envs.swebench.releases import store
-from agentkit.errors import ConfigError, EnvCrashed, SandboxError
+from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool import Lease
 from agentkit.sandboxes.shell import Shell
@@ -96,7 +97,10 @@ class SWEBench(AsyncTextEnv):
         """The present task."""
         self.action_space = Text(examples=("bash ls", "bash git log --oneline", "view setup.py 1 20", "edit"))
         self._backend, self._spares = backend, spares
-        self._resources = Resources(**(resources or {}))
+        try:
+            self._resources = Resources(**(resources or {}))
+        except ValidationError as error:
+            raise ConfigError(f"resources={resources!r} are no limits of a sandbox: {error}") from None
         self._command_timeout, self._time_limit = command_timeout, time_limit
         self._output_limit, self._eval_timeout = output_limit, eval_timeout
         self._supply: supply.Supply | None = None
@@ -119,6 +123,11 @@ class SWEBench(AsyncTextEnv):
             self._shell = await box.shell(cwd=REPOSITORY, env=ENVIRONMENT)
             await self._shell.run(_ENTER, check=True)
             self._base = (await box.exec("git rev-parse HEAD", cwd=REPOSITORY, check=True)).stdout.strip()
+        except ImageError as error:
+            await self._put_away()
+            ours = task.image.startswith(store.IMAGES)
+            remedy = f"`{store.BUILD}` builds it" if ours else "it is pulled from its registry, or made by `swebench`"
+            raise ImageError(f"{task.id} needs the image {task.image}; {remedy} ({error})", image=task.image) from error
         except SandboxError as error:
             await self._put_away()
             if not error.retryable:

@@ -139,6 +139,8 @@ def test_instances_are_chosen_by_name_and_by_split() -> None:
         SWEBench(instances=lite_dev(), instance_ids=["nobody__nothing-1"])
     with pytest.raises(ConfigError, match="must be positive"):
         SWEBench(instances=lite_dev(), command_timeout=0)
+    with pytest.raises(ConfigError, match="are no limits of a sandbox"):
+        SWEBench(instances=lite_dev(), resources={"memry": "1g"})
 
 
 def test_it_is_registered_and_a_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

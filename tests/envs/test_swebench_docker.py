@@ -6,6 +6,7 @@ The tasks are built once for all tests, into a folder of their own; the archives
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from agentkit.envs.swebench import SWEBench, evaluation, supply
 from agentkit.envs.swebench.instance import Instance
 from agentkit.envs.swebench.releases import build, environment, store
 from agentkit.envs.swebench.releases.shipped import SHIPPED
-from agentkit.errors import ConfigError, EnvCrashed
+from agentkit.errors import ConfigError, EnvCrashed, ImageError
 from agentkit.sandboxes import Sandbox, images
 from agentkit.sandboxes.spec import Resources
 
@@ -213,6 +214,16 @@ async def test_a_sandbox_that_fails_during_the_evaluation_is_not_scored(
     monkeypatch.setattr(evaluation, "run_tests", then_nothing)
     with pytest.raises(EnvCrashed, match="could not be graded"):
         await play(env, FIRST, gold(tasks[FIRST]), "submit")
+
+
+async def test_an_image_that_is_not_there_is_named_with_its_remedy(tasks: dict[str, Instance], tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(json.dumps([{**tasks[FIRST].row, "image": "agentkit/swe:nobody-made-this"}]))
+    env = SWEBench(instances=tmp_path / "some.json")
+    try:
+        with pytest.raises(ImageError, match="agentkit data swe-from-releases --shipped"):
+            await env.reset(seed=0)
+    finally:
+        await env.close()
 
 
 async def test_tests_that_never_end_resolve_nothing(tasks: dict[str, Instance]) -> None:
