@@ -82,6 +82,24 @@ _WEBSHOP = {
     "counter": "agentkit.envs.webshop.catalogue:count",
     "splits": {"test": "goals 0 to 499", "eval": "goals 500 to 1499", "train": "the others"},
 }
+_HUGGING_FACE = "https://huggingface.co/datasets/SWE-bench/{}/resolve/main/data/{}-00000-of-00001.parquet"
+
+
+def _swebench(name: str, title: str, repository: str, split: str, count: int, size: str) -> DataSet:
+    return DataSet(
+        name=name,
+        title=title,
+        licence="MIT (harness and data set); each repository has its own",
+        homepage="https://www.swebench.com",
+        size=size,
+        forms=((f"{split}.parquet",), (f"lite_{split}.parquet",)),
+        counts={"instances": count},
+        counter="agentkit.envs.swebench.instance:count",
+        splits={split: "all of it"},
+        files=(Remote(_HUGGING_FACE.format(repository, split), f"{split}.parquet"),),
+    )
+
+
 _HUMAN = Remote(_GOOGLE_DRIVE + "14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O", "items_human_ins.json")
 
 _ALFWORLD = {
@@ -168,6 +186,9 @@ DATASETS: dict[str, DataSet] = {
             ),
             **_WEBSHOP,
         ),
+        _swebench("swebench-lite-dev", "SWE-bench Lite: development", "SWE-bench_Lite", "dev", 23, "about 150 kB"),
+        _swebench("swebench-lite", "SWE-bench Lite", "SWE-bench_Lite", "test", 300, "about 2 MB"),
+        _swebench("swebench-verified", "SWE-bench Verified", "SWE-bench_Verified", "test", 500, "about 3 MB"),
     )
 }
 

@@ -28,7 +28,6 @@ from agentkit.envs.placement import importable, place
 from agentkit.envs.portal import portal
 from agentkit.envs.sandboxed import RESET_TIMEOUT, STEP_TIMEOUT, SandboxedEnv
 from agentkit.envs.serve import describe
-from agentkit.envs.spaces import Text
 from agentkit.errors import ConfigError, EnvCrashed, EnvError, EnvTimeout
 from agentkit.sandboxes.lane import Lane, bounded
 from agentkit.sandboxes.spec import SandboxSpec

@@ -4,12 +4,14 @@
 #
 #   MIRROR  where the packages come from (http://deb.debian.org/debian)
 #   SUITE   the release (bookworm)
+#   INCLUDE further packages, separated by commas (none)
 #   DOCKER  the command that imports the image (docker)
 set -eu
 
 tag=${1:-agentkit/debian:bookworm}
 mirror=${MIRROR:-http://deb.debian.org/debian}
 suite=${SUITE:-bookworm}
+include=python3,procps,ca-certificates${INCLUDE:+,$INCLUDE}
 
 [ "$(id -u)" = 0 ] || { echo "debootstrap needs root: run this with sudo" >&2; exit 1; }
 command -v debootstrap >/dev/null || { echo "debootstrap is missing: apt-get install debootstrap" >&2; exit 1; }
@@ -21,7 +23,7 @@ trap 'exit 1' HUP INT TERM
 chmod 0755 "$tree"
 
 # python3, not python3-minimal: environments use more of the standard library than the minimal package has.
-debootstrap --variant=minbase --include=python3,procps,ca-certificates "$suite" "$tree" "$mirror" >"$tree.log" 2>&1 || {
+debootstrap --variant=minbase --include="$include" "$suite" "$tree" "$mirror" >"$tree.log" 2>&1 || {
     tail -n 20 "$tree.log" >&2
     rm -f "$tree.log"
     echo "debootstrap failed; is $mirror reachable?" >&2

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
@@ -78,7 +78,7 @@ def build_environments(
     own = dict(_own_files())
     with _engine(host) as client:
         probed = _Probed(client, base)
-        filled = _packages(client, base, pins, probed)
+        filled = _packages(client, base, pins, probed, _installed())
         recipe = _recipe("env")
         content = _digest(filled, recipe, *(part for item in sorted(own.items()) for part in item))
         if (found := _inspect(client, tag)) and _label(found) == content:
@@ -92,17 +92,59 @@ def build_environments(
             return _build(client, tag, content, {"Dockerfile": recipe}, Path(folder), arguments)
 
 
-def _packages(client: APIClient, base: str, pins: Sequence[str], probed: _Probed) -> str:
+def build_packages(base: str, pins: Sequence[str], *, host: str | None = None) -> str:
+    """Build ``base`` with packages from the index, and return its image id; ``pins`` are pip's requirements.
+
+    They are fetched by the host's pip as wheels, which run nothing. Raises ``ImageError``, ``EngineUnavailable``.
+    """
+    with _engine(host) as client:
+        return _packages(client, base, sorted(pins), _Probed(client, base), [])
+
+
+def build_folder(
+    recipe: str,
+    tag: str,
+    base: str,
+    folder: Path,
+    arguments: Mapping[str, str] | None = None,
+    *,
+    host: str | None = None,
+) -> str:
+    """Build ``tag`` by one of agentkit's recipes from ``base`` and a folder of plain files, and return its image id.
+
+    The recipe is given ``BASE``, ``SITE`` (where the base's Python has its packages) and ``arguments``; it finds the
+    folder as ``site``. Raises ``ImageError``, ``EngineUnavailable``.
+    """
+    text = _recipe(recipe)
+    given = dict(arguments or {})
+    parts: list[str | bytes] = [json.dumps(given, sort_keys=True)]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        parts += [path.relative_to(folder).as_posix(), f"{path.stat().st_mode & 0o100:o}", path.read_bytes()]
+    with _engine(host) as client:
+        content = _digest(_ensure(client, base), text, *parts)
+        if (found := _inspect(client, tag)) and _label(found) == content:
+            return found["Id"]
+        site = _probe(client, base).site
+        return _build(client, tag, content, {"Dockerfile": text}, folder, {"BASE": base, "SITE": site, **given})
+
+
+def exists(tag: str, *, host: str | None = None) -> bool:
+    """Whether the engine has an image of this name."""
+    with _engine(host) as client:
+        return _inspect(client, tag) is not None
+
+
+def _packages(client: APIClient, base: str, pins: Sequence[str], probed: _Probed, constraints: Sequence[str]) -> str:
     """The id of ``base`` with the packages: they change seldom and are slow to fetch, so they are an image of their
     own."""
     recipe = _recipe("packages")
-    content = _digest(_ensure(client, base), recipe, *pins)
+    content = _digest(_ensure(client, base), recipe, *pins, *([] if constraints else ["newest"]))
     tag = f"{PACKAGES_IMAGE}:{content[:16]}"
     if found := _inspect(client, tag):
         return found["Id"]
     with tempfile.TemporaryDirectory(prefix="agentkit-image-") as folder:
         site = Path(folder) / "site"
-        _fetch(site, pins, probed.python)
+        _fetch(site, pins, probed.python, constraints)
         return _build(client, tag, content, {"Dockerfile": recipe}, site, {"BASE": base, "SITE": probed.python.site})
 
 
@@ -190,14 +232,19 @@ class _Probed:
         return _probe(self._client, self._image)
 
 
-def _fetch(target: Path, pins: Sequence[str], python: Python) -> None:
-    """Lay out packages, and what they require, for the image's Python, at this host's versions where it has them."""
-    constraints = target.with_name("constraints.txt")
+def _installed() -> list[str]:
+    """This host's distributions at their versions."""
     pinned: dict[str, str] = {}
     for found in metadata.distributions():
         if re.fullmatch(r"[\w.!]+", found.version):
             pinned.setdefault(re.sub(r"[-_.]+", "-", found.name).lower(), found.version)  # the first is imported
-    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pinned.items())))
+    return [f"{name}=={version}" for name, version in sorted(pinned.items())]
+
+
+def _fetch(target: Path, pins: Sequence[str], python: Python, constraining: Sequence[str]) -> None:
+    """Lay out packages, and what they require, for the image's Python, at the versions of ``constraining``."""
+    constraints = target.with_name("constraints.txt")
+    constraints.write_text("".join(f"{line}\n" for line in constraining))
     (major, newest), machine = python.libc, python.machine
     platforms = [f"manylinux_{major}_{minor}_{machine}" for minor in range(newest, 16, -1)]
     platforms += [f"manylinux2014_{machine}", f"linux_{machine}"]

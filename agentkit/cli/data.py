@@ -1,4 +1,4 @@
-"""`agentkit data`: list, fetch, verify, path.
+"""`agentkit data`: list, fetch, verify, path, swe-from-releases.
 
 Invariant: nothing is downloaded but by `fetch`, and what is printed on standard output is the answer alone.
 """
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from agentkit import data
+from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(help="Data sets of environments: list, fetch, verify, and where they lie.", no_args_is_help=True)
 
@@ -96,3 +97,53 @@ def verify(name: Name) -> None:
 def path(name: Name) -> None:
     """Print the folder of a data set."""
     typer.echo(data.locate(name))
+
+
+@app.command("swe-from-releases")
+def swe_from_releases(
+    package: Annotated[str | None, typer.Argument(help="A package of the index that pip is configured with.")] = None,
+    old: Annotated[str | None, typer.Argument(help="A version of it.")] = None,
+    new: Annotated[str | None, typer.Argument(help="The version after that.")] = None,
+    packages: Annotated[
+        list[str] | None, typer.Option("--with", help="What it and its tests need besides pytest, as for pip.")
+    ] = None,
+    statement: Annotated[
+        Path | None, typer.Option(help="A file with the issue's text, instead of what the change log says.")
+    ] = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Make the tasks that agentkit knows to work.")] = False,
+) -> None:
+    """Make a SWE task of two consecutive releases, and its image. The release's own code runs in sandboxes only."""
+    import asyncio
+
+    from agentkit.envs.swebench.releases.build import Pair, build
+    from agentkit.envs.swebench.releases.shipped import SHIPPED
+
+    if shipped == (package is not None):
+        raise ConfigError("name a package and two of its versions, or give --shipped")
+    if package is None:
+        pairs = SHIPPED
+    elif old is None or new is None:
+        raise ConfigError(f"which versions of {package}? agentkit data swe-from-releases {package} OLD NEW")
+    else:
+        text = None if statement is None else statement.read_text(encoding="utf-8")
+        known = next((pair for pair in SHIPPED if (pair.package, pair.old, pair.new) == (package, old, new)), None)
+        pairs = (
+            known
+            if known and not packages and not text
+            else Pair(package, old, new, tuple(packages or ()), statement=text),
+        )
+    failed = 0
+    for pair in pairs:
+        try:
+            task = asyncio.run(build(pair, lambda what, pair=pair: typer.echo(f"{pair.id}: {what}", err=True)))
+        except AgentkitError as error:
+            if len(pairs) == 1:
+                raise
+            failed += 1
+            typer.echo(f"{pair.id}: {error}", err=True)
+            continue
+        row = task.row
+        counts = f"{len(row['FAIL_TO_PASS'])} tests to fix, {len(row['PASS_TO_PASS'])} to keep"
+        typer.echo(f"{task.id}  {task.image}  {counts}")
+    if failed:
+        raise typer.Exit(1)

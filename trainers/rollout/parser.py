@@ -30,8 +30,8 @@ _INVALID = Answer((), valid=False)
 class ActionParser:
     """Reads answers of one form.
 
-    ``tagged``: the last ``<answer>…</answer>`` of the text holds the actions, separated by ``||``; anything may precede
-    it (reasoning, say). ``plain``: the whole text, stripped, is one action.
+    ``tagged``: the last ``<answer>…</answer>`` of the text holds the actions, separated by ``||`` where there may be
+    several; anything may precede it (reasoning, say). ``plain``: the whole text, stripped, is one action.
     """
 
     def __init__(self, kind: Literal["tagged", "plain"], actions_per_turn: int = 1) -> None:
@@ -61,7 +61,10 @@ class ActionParser:
         end = text.find(_CLOSE, start) if start >= 0 else -1
         if end < 0:
             return _INVALID
-        actions = tuple(part.strip() for part in text[start + len(_OPEN) : end].split(SEPARATOR))
+        inside = text[start + len(_OPEN) : end]
+        # A single action may hold the separator: it is an operator in shells and programs.
+        parts = [inside] if self.actions_per_turn == 1 else inside.split(SEPARATOR)
+        actions = tuple(part.strip() for part in parts)
         if len(actions) > self.actions_per_turn or not all(actions):
             return _INVALID
         return Answer(actions, valid=True)

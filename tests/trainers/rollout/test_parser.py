@@ -27,6 +27,14 @@ def test_tagged(text: str, actions: tuple[str, ...]) -> None:
     assert ActionParser("tagged", 2).parse(text) == Answer(actions, valid=True)
 
 
+def test_a_single_action_may_hold_the_separator() -> None:
+    parser = ActionParser("tagged", 1)
+    assert parser.parse("<answer>bash true || false</answer>") == Answer(("bash true || false",), valid=True)
+    assert parser.format(["bash true || false"]) == "<answer>bash true || false</answer>"
+    with pytest.raises(ValueError, match="reads back"):
+        parser.format(["bash true", "submit"])
+
+
 @pytest.mark.parametrize(
     "text",
     [

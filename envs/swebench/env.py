@@ -1,0 +1,270 @@
+"""SWE-bench as an environment: resolve an issue with a shell and an editor in a sandbox at the repository.
+
+Invariant: the score comes from a sandbox that the agent has never touched; of the agent's own only the difference to
+the first commit is taken there. A sandbox that fails, whichever it is, ends the episode as an ``EnvError``, never as
+a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gymnasium.error import ResetNeeded
+from pydantic import ValidationError
+
+from agentkit.envs.base import AsyncTextEnv, Info
+from agentkit.envs.spaces import Text
+from agentkit.envs.swebench import evaluation, instance, supply, tools
+from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
+from agentkit.envs.swebench.instance import Instance, Split
+from agentkit.envs.swebench.releases import store
+from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError
+from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.pool import Lease
+from agentkit.sandboxes.shell import Shell
+from agentkit.sandboxes.spec import Resources
+
+PATCH_LIMIT = 8 << 20
+"""Bytes of the largest patch that is graded."""
+_RULES = (
+    "You are a software engineer at a shell, in a copy of a repository that is yours to change. Resolve the issue that "
+    "you are given by changing the code; hidden tests decide. Changes to the tests themselves have no effect. There is "
+    "no network. You have these tools:\n\n" + tools.USAGE
+)
+# Conda is how official images keep the packages that the repository needs.
+_ENTER = "[ ! -f /opt/miniconda3/bin/activate ] || . /opt/miniconda3/bin/activate testbed"
+_DIFF = (
+    "git -c core.hooksPath=/dev/null add -A && "
+    "git -c core.fileMode=false diff --cached --binary --no-color --no-ext-diff --no-textconv --no-renames "
+)
+_GIT_TIMEOUT = 120.0
+
+
+class SWEBench(AsyncTextEnv):
+    """Resolve issues of real repositories; 1 if the hidden tests pass after ``submit``, else 0.
+
+    Args:
+        instances: the name of a data set (``agentkit data list``), a ``.parquet``, ``.jsonl`` or ``.json`` file of
+            SWE-bench, or a task repository; None: the tasks that ``agentkit data swe-from-releases`` built.
+        instance_ids: only these; None takes all.
+        split: only the ``"train"`` or the ``"test"`` part, which share no instance; None takes both.
+        backend: where sandboxes run: ``"docker"``, the name of another back end with images, or one that is started.
+        resources: limits of a sandbox, fields of ``Resources`` (``memory``, ``cpus``, …).
+        command_timeout: seconds that one command may take.
+        time_limit: seconds that all commands of an episode may take together; then it is truncated.
+        output_limit: characters of one observation.
+        eval_timeout: seconds that the tests may take.
+        spares: fresh sandboxes that are kept ready for each of the images in use.
+
+    Raises:
+        ConfigError, DataError: there are no such instances, or an argument is out of range.
+    """
+
+    instructions = _RULES
+    max_turns = 30
+    actions_per_turn = 1
+    deterministic: ClassVar[bool] = False  # what commands print may hold times and addresses
+
+    def __init__(
+        self,
+        *,
+        instances: str | os.PathLike[str] | None = None,
+        instance_ids: Sequence[str] | None = None,
+        split: Split | None = None,
+        backend: str | Backend = "docker",
+        resources: Mapping[str, Any] | None = None,
+        command_timeout: float = 60.0,
+        time_limit: float = 1800.0,
+        output_limit: int = 10_000,
+        eval_timeout: float = 1800.0,
+        spares: int = 1,
+    ) -> None:
+        if min(command_timeout, time_limit, eval_timeout) <= 0 or output_limit < 100 or spares < 0:
+            raise ConfigError(
+                f"command_timeout={command_timeout}, time_limit={time_limit}, eval_timeout={eval_timeout} must be "
+                f"positive, output_limit={output_limit} at least 100, spares={spares} not negative"
+            )
+        path = store.find(instances)
+        self.instances = _chosen(instance.load(path), instance_ids, split, path)
+        """What episodes are drawn from."""
+        self.instance: Instance | None = None
+        """The present task."""
+        self.action_space = Text(examples=("bash ls", "bash git log --oneline", "view setup.py 1 20", "edit"))
+        self._backend, self._spares = backend, spares
+        try:
+            self._resources = Resources(**(resources or {}))
+        except ValidationError as error:
+            raise ConfigError(f"resources={resources!r} are no limits of a sandbox: {error}") from None
+        self._command_timeout, self._time_limit = command_timeout, time_limit
+        self._output_limit, self._eval_timeout = output_limit, eval_timeout
+        self._supply: supply.Supply | None = None
+        self._lease: Lease | None = None
+        self._shell: Shell | None = None
+        self._base = ""
+        self._spent = 0.0
+        self._solved_by_expert = False
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        """Start with a fresh sandbox; ``options={"instance_id": …}`` chooses the task, else the seed does."""
+        await super().reset(seed=seed)
+        await self._put_away()
+        task = self._drawn(options or {})
+        if self._supply is None:
+            self._supply = supply.join(self._backend, self._spares)
+        try:
+            self._lease = await self._supply.take(supply.spec_of(task, self._resources))
+            box = self._lease.box
+            self._shell = await box.shell(cwd=REPOSITORY, env=ENVIRONMENT)
+            await self._shell.run(_ENTER, check=True)
+            self._base = (await box.exec("git rev-parse HEAD", cwd=REPOSITORY, check=True)).stdout.strip()
+        except ImageError as error:
+            await self._put_away()
+            ours = task.image.startswith(store.IMAGES)
+            remedy = f"`{store.BUILD}` builds it" if ours else "it is pulled from its registry, or made by `swebench`"
+            raise ImageError(f"{task.id} needs the image {task.image}; {remedy} ({error})", image=task.image) from error
+        except SandboxError as error:
+            await self._put_away()
+            if not error.retryable:
+                raise
+            raise EnvCrashed(f"there is no sandbox for {task.id}: {error}") from error
+        except BaseException:
+            await self._put_away()
+            raise
+        self.instance, self._spent, self._solved_by_expert = task, 0.0, False
+        return f"Repository: {task.row['repo']} {task.row['version']}, in {REPOSITORY}.\n\n{task.problem}", self._info()
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        if self._shell is None or self._lease is None or self.instance is None:
+            raise ResetNeeded("the episode is over (or has not begun): call reset() first")
+        call = tools.parse(action)
+        if call is None:
+            return f"[this is no action; the tools are:\n{tools.USAGE}]", 0.0, False, False, self._info(valid=False)
+        if isinstance(call, tools.Submit):
+            verdict = await self._graded(self.instance)
+            info = self._info(success=verdict.resolved, evaluation=_told(verdict))
+            return _summary(verdict), float(verdict.resolved), True, False, info
+        try:
+            observation = await self._use(call, self._shell, self._lease)
+        except SandboxError as error:
+            await self._put_away()
+            raise EnvCrashed(f"the sandbox of {self.instance.id} failed: {error}") from error
+        self._solved_by_expert = self._solved_by_expert or action == _expert_action(self.instance)
+        over = self._spent >= self._time_limit
+        if over:
+            await self._put_away()
+            observation += f"\n[the time of {self._time_limit:g} s is over]"
+        return observation, 0.0, False, over, self._info()
+
+    def expert(self) -> Iterator[str]:
+        """Apply the reference solution, then submit."""
+        if self.instance is None:
+            raise ResetNeeded("call reset() before expert()")
+        if not self._solved_by_expert:
+            yield _expert_action(self.instance)
+        yield "submit"
+
+    async def close(self) -> None:
+        held, self._supply = self._supply, None
+        try:
+            await self._put_away()
+        finally:
+            if held is not None:
+                await supply.leave(held)
+
+    async def _use(self, call: tools.Bash | tools.View | tools.Create | tools.Edit, shell: Shell, lease: Lease) -> str:
+        if isinstance(call, tools.Bash):
+            timeout = min(self._command_timeout, max(self._time_limit - self._spent, 0.1))
+            observation, seconds = await tools.run_bash(shell, call, timeout, self._output_limit)
+            self._spent += seconds
+            return observation
+        path = posixpath.normpath(posixpath.join(REPOSITORY, call.path))
+        placed = type(call)(**{**vars(call), "path": path})
+        return tools.clip(await tools.use_editor(lease.box.files, placed, self._output_limit), self._output_limit)
+
+    async def _graded(self, task: Instance) -> Verdict:
+        """Take the agent's patch, give its sandbox up, and evaluate the patch in another."""
+        assert self._supply is not None
+        assert self._lease is not None
+        try:
+            diff = f"{_DIFF}{self._base}"
+            quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
+            taken = await self._lease.box.exec(
+                diff, cwd=REPOSITORY, env=quiet, timeout=_GIT_TIMEOUT, output_limit=PATCH_LIMIT
+            )
+            await self._put_away()
+            # An agent that broke its repository, or filled it, has no patch: that is its own doing.
+            patch = taken.stdout if taken.ok and not taken.truncated else ""
+            if not patch.strip():
+                return Verdict("no patch")
+            async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
+                return await evaluation.evaluate(box, task.row, patch, self._eval_timeout)
+        except SandboxError as error:
+            await self._put_away()
+            raise EnvCrashed(f"{task.id} could not be graded: {error}") from error
+
+    def _drawn(self, options: Mapping[str, Any]) -> Instance:
+        wanted = options.get("instance_id")
+        if wanted is None:
+            return self.instances[int(self.np_random.integers(len(self.instances)))]
+        found = next((task for task in self.instances if task.id == wanted), None)
+        if found is None:
+            raise ValueError(f"there is no instance {wanted!r} among the {len(self.instances)} of this environment")
+        return found
+
+    async def _put_away(self) -> None:
+        shell, self._shell = self._shell, None
+        lease, self._lease = self._lease, None
+        try:
+            if shell is not None:
+                with contextlib.suppress(SandboxError, asyncio.TimeoutError):
+                    await shell.close()
+        finally:
+            if lease is not None:
+                lease.release(discard=True)
+
+    def _info(self, *, success: bool = False, valid: bool = True, **more: Any) -> Info:
+        name = {} if self.instance is None else {"instance_id": self.instance.id}
+        return {"success": success, "action_valid": valid, **name, **more}
+
+
+def _chosen(tasks: list[Instance], ids: Sequence[str] | None, split: Split | None, where: Path) -> tuple[Instance, ...]:
+    if split not in (None, "train", "test"):
+        raise ConfigError(f"split={split!r} must be 'train', 'test' or None")
+    missing = set(ids or ()) - {task.id for task in tasks}
+    if missing:
+        raise ConfigError(f"{where} has no instance {', '.join(sorted(missing))}")
+    chosen = tuple(task for task in tasks if (ids is None or task.id in ids) and split in (None, task.split))
+    if not chosen:
+        raise ConfigError(f"{where} has {len(tasks)} instances, but none of split={split!r} among instance_ids={ids!r}")
+    return chosen
+
+
+def _expert_action(task: Instance) -> str:
+    """The reference solution as an action."""
+    mark = "END_OF_PATCH"
+    while mark in task.patch:
+        mark += "_"
+    return f"bash git apply --whitespace=nowarn - <<'{mark}'\n{task.patch.rstrip(chr(10))}\n{mark}"
+
+
+def _told(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as plain data."""
+    report = verdict.report
+    if report is None:
+        return {"outcome": verdict.outcome}
+    counts = {"fixed": report.fixed, "to_fix": report.to_fix, "broken": report.broken}
+    suspicion = {} if report.suspicion is None else {"suspicion": report.suspicion}
+    return {"outcome": verdict.outcome, **counts, **suspicion}
+
+
+def _summary(verdict: Verdict) -> str:
+    if verdict.report is None or not verdict.report.graded:
+        return f"[{verdict.outcome}]"
+    told = verdict.report
+    return f"[{verdict.outcome}: {told.fixed} of {told.to_fix} failing tests pass now, {told.broken} others broke]"

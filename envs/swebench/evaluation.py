@@ -1,0 +1,82 @@
+"""Runs the official evaluation of a patch in a sandbox that nobody has used before.
+
+Invariant: what decides (commands, script, grading) is the host's and the ``swebench`` package's; the sandbox only runs
+the tests. A sandbox that fails raises ``SandboxError``; a patch that does not apply, breaks the tests or never ends
+is not resolved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentkit.envs.swebench import grading
+from agentkit.envs.swebench.grading import Report
+from agentkit.errors import SandboxLost
+from agentkit.sandboxes.sandbox import Sandbox
+
+REPOSITORY = "/testbed"
+ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+"""Of everything that runs in a sandbox of an instance. Tests that depend on the first two would pass by luck. Official
+scripts install the repository again: without a network pip must take the build backend that is there (it reads the
+last one as "no isolation: yes")."""
+LOG_LIMIT = 32 << 20
+_PATCH, _SCRIPT = "/tmp/patch.diff", "/tmp/eval.sh"
+_APPLY_TIMEOUT = 120.0
+
+Outcome = Literal["resolved", "unresolved", "no patch", "patch does not apply", "timeout", "no results"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a patch did."""
+
+    outcome: Outcome
+    report: Report | None = None
+    log: str = ""
+    """What the evaluation printed."""
+
+    @property
+    def resolved(self) -> bool:
+        return self.outcome == "resolved"
+
+
+async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: str, timeout: float) -> Verdict:
+    """Apply ``patch`` in a fresh sandbox of the instance and run its tests, for at most ``timeout`` seconds.
+
+    Raises ``SandboxError`` if the sandbox failed, memory that ran out included.
+    """
+    if not patch.strip():
+        return Verdict("no patch")
+    if not await apply(box, patch):
+        return Verdict("patch does not apply")
+    log = await run_tests(box, row, timeout)
+    if log is None:
+        return Verdict("timeout")
+    report = await asyncio.to_thread(grading.report, row, patch, log)
+    outcome: Outcome = "resolved" if report.resolved else "unresolved" if report.graded else "no results"
+    return Verdict(outcome, report, log)
+
+
+async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str | None:
+    """What the evaluation script prints in this sandbox as it is; None if it does not end in time."""
+    await box.files.write(_SCRIPT, await asyncio.to_thread(grading.eval_script, row))
+    command = f"exec /bin/bash {_SCRIPT} 2>&1"
+    result = await box.exec(command, cwd=REPOSITORY, env=ENVIRONMENT, timeout=timeout, output_limit=LOG_LIMIT)
+    if result.oom_killed:
+        raise SandboxLost("the tests ran out of memory; give the sandbox more (resources)", reason="oom")
+    return None if result.timed_out else result.stdout
+
+
+async def apply(box: Sandbox, patch: str) -> bool:
+    """Whether ``patch`` could be applied, by one of the official commands."""
+    await box.files.write(_PATCH, patch)
+    for attempt, command in enumerate(await asyncio.to_thread(grading.apply_commands)):
+        if attempt:  # a failed attempt may leave half of the patch behind
+            await box.exec("git checkout -- . ; git clean -fd", cwd=REPOSITORY, timeout=_APPLY_TIMEOUT)
+        if (await box.exec(f"{command} {_PATCH}", cwd=REPOSITORY, timeout=_APPLY_TIMEOUT)).ok:
+            return True
+    reverse = f"git apply --check --reverse {_PATCH}"
+    return (await box.exec(reverse, cwd=REPOSITORY, timeout=_APPLY_TIMEOUT)).ok

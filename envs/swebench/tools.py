@@ -1,0 +1,177 @@
+"""What an agent may do at a repository: an action's text becomes a call, a call becomes an observation.
+
+Invariant: reading an action runs nothing. A call's result is bounded text: what the agent did wrong is told to it, and
+only a sandbox that failed raises.
+
+The first line names the tool; what it needs follows, on that line or below it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from agentkit.errors import DiskFull, FileTooLarge, PathError
+from agentkit.sandboxes.files import Files
+from agentkit.sandboxes.shell import Shell, ShellResult
+
+USAGE = """\
+bash COMMAND
+    runs a command, of one or several lines, in a shell that keeps its directory and variables
+view PATH [FIRST LAST]
+    shows a file with line numbers, from line FIRST to line LAST
+create PATH
+CONTENT
+    writes a file
+edit PATH
+<<<<<<< SEARCH
+lines that occur exactly once in the file
+=======
+lines that replace them
+>>>>>>> REPLACE
+submit
+    ends your work: the tests are run"""
+FILE_LIMIT = 4 << 20
+"""Bytes of a file that the editor opens."""
+_EDIT = re.compile(r"<{7} SEARCH\n(.*?)^={7}$\n?(.*?)^>{7} REPLACE\s*\Z", re.DOTALL | re.MULTILINE)
+_VIEW = re.compile(r"(.+?)(?:\s+(\d{1,9})\s+(\d{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Bash:
+    command: str
+
+
+@dataclass(frozen=True)
+class View:
+    path: str
+    first: int = 1
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Create:
+    path: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Edit:
+    path: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Submit:
+    pass
+
+
+Call = Bash | View | Create | Edit | Submit
+
+
+def parse(action: str) -> Call | None:
+    """The call that ``action`` asks for; None if it is none."""
+    if "\0" in action:
+        return None
+    head, _, body = action.strip().partition("\n")
+    tool, _, argument = head.partition(" ")
+    argument = argument.strip()
+    if tool == "bash":
+        command = f"{argument}\n{body}".strip()
+        return Bash(command) if command else None
+    if tool == "submit":
+        return None if argument or body.strip() else Submit()
+    if not argument:
+        return None
+    if tool == "view" and not body.strip():
+        match = _VIEW.fullmatch(argument)
+        if match is not None:
+            return View(match[1], int(match[2] or 1), int(match[3]) if match[3] else None)
+    if tool == "create":
+        return Create(argument, f"{body}\n" if body else "")
+    if tool == "edit" and (match := _EDIT.fullmatch(f"{body}\n")) is not None:
+        return Edit(argument, match[1].removesuffix("\n"), match[2].removesuffix("\n"))
+    return None
+
+
+def clip(text: str, limit: int) -> str:
+    """At most ``limit`` characters of ``text``: its beginning and its end, and how much is left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[len(text) - half :]}"
+
+
+def shown(result: ShellResult, limit: int, timeout: float) -> str:
+    """What a command printed and how it ended."""
+    text = clip("".join(part for part in (result.stdout, result.stderr) if part), limit)
+    notes = []
+    if result.truncated:
+        notes.append("the middle of the output was left out")
+    if result.timed_out:
+        notes.append(f"stopped after {timeout:g} s")
+    elif result.exit_code:
+        notes.append(f"exit code {result.exit_code}")
+    if result.oom_killed:
+        notes.append("killed: out of memory")
+    if result.session_restarted:
+        notes.append("the shell was started anew")
+    lines = [text.rstrip("\n")] if text.strip() else []
+    return "\n".join([*lines, *(f"[{note}]" for note in notes)]) or "[no output]"
+
+
+async def run_bash(shell: Shell, call: Bash, timeout: float, limit: int) -> tuple[str, float]:
+    """Observation, and the seconds that it took. Raises ``SandboxError``."""
+    # A character takes up to four bytes; what is kept beyond the limit is clipped afterwards.
+    result = await shell.run(call.command, timeout=timeout, output_limit=4 * limit)
+    return shown(result, limit, timeout), result.duration
+
+
+async def use_editor(files: Files, call: View | Create | Edit, limit: int) -> str:
+    """The observation. ``call.path`` is absolute. Raises ``SandboxError`` if the sandbox failed."""
+    try:
+        if isinstance(call, View):
+            return view((await files.read(call.path, limit=FILE_LIMIT)).decode("utf-8", "replace"), call, limit)
+        there = await files.stat(call.path)
+        if there is not None and there.kind != "file":
+            return f"[{call.path} is a {there.kind}, not a file]"
+        mode = 0o644 if there is None else there.mode
+        if isinstance(call, Create):
+            await files.write(call.path, call.content, mode=mode)
+            return f"[wrote {call.path}]"
+        text = replaced((await files.read(call.path, limit=FILE_LIMIT)).decode("utf-8"), call.old, call.new)
+        if isinstance(text, int):
+            return f"[the lines occur {text} times in {call.path}, not exactly once: nothing was changed]"
+        await files.write(call.path, text, mode=mode)
+    except UnicodeDecodeError:
+        return f"[{call.path} is not UTF-8 text: nothing was changed]"
+    except (PathError, FileTooLarge, DiskFull) as problem:
+        return f"[{problem}]"
+    return f"[changed {call.path}]"
+
+
+def view(text: str, call: View, limit: int) -> str:
+    """Numbered lines of a file."""
+    lines = text.splitlines()
+    last = len(lines) if call.last is None else min(call.last, len(lines))
+    if not lines:
+        return "[the file is empty]"
+    if not 1 <= call.first <= last:
+        return f"[the file has {len(lines)} lines; there is nothing from {call.first} to {call.last}]"
+    return clip("\n".join(f"{n:6d}  {lines[n - 1]}" for n in range(call.first, last + 1)), limit)
+
+
+def replaced(text: str, old: str, new: str) -> str | int:
+    """``text`` with the lines ``old`` replaced by ``new``, or how often they occur, if that is not once."""
+    if "\r\n" in text:
+        old, new = (part.replace("\n", "\r\n") for part in (old, new))
+    count = text.count(old) if old else 0
+    if count != 1:
+        return count
+    if not new:  # whole lines go, the end of the last one too
+        ending: Literal["\r\n", "\n"] = "\r\n" if "\r\n" in text else "\n"
+        if f"{old}{ending}" in text:
+            old += ending
+    return text.replace(old, new)
