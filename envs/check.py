@@ -66,6 +66,10 @@ class Subject:
     cls: type[Any]
     kwargs: dict[str, Any]
 
+    @property
+    def max_steps(self) -> int:
+        return self.cls.max_turns_for(**self.kwargs) * self.cls.actions_per_turn
+
     def make(self) -> TextEnv:
         env = self.cls(**self.kwargs)
         return env if isinstance(env, TextEnv) else Blocking(env)
@@ -173,7 +177,7 @@ def _random_agent(subject: Subject) -> str:
     env.action_space.seed(0)
     episodes = successes = 0
     done, steps, info = True, 0, {}
-    limit = subject.cls.max_turns * subject.cls.actions_per_turn
+    limit = subject.max_steps
     for _ in range(RANDOM_STEPS):
         if done or steps >= limit:
             info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
@@ -280,7 +284,7 @@ def _expert(subject: Subject) -> str:
         return f"solved {EXPERT_EPISODES} of {EXPERT_EPISODES} episodes"
     seeds = [seed for seed, (success, _) in enumerate(solved) if not success]
     if not any(chance for _, chance in solved):
-        raise Failure(f"the expert does not solve seeds {seeds} within {subject.cls.max_turns} turns")
+        raise Failure(f"the expert does not solve seeds {seeds} within {subject.max_steps} steps")
     baseline = [_play(subject, seed, expert=False)[0] for seed in range(EXPERT_EPISODES)]
     if sum(baseline) >= EXPERT_EPISODES * share:
         raise Failure(f"the expert solves {share:.0%} of the episodes, no more than a random agent")
@@ -293,7 +297,7 @@ def _play(subject: Subject, seed: int, *, expert: bool) -> tuple[bool, bool]:
     _, info = env.reset(seed=seed)
     state = str(env.np_random.bit_generator.state)
     done = success = False
-    for _ in range(subject.cls.max_turns * subject.cls.actions_per_turn):
+    for _ in range(subject.max_steps):
         action = next(env.expert(), None) if expert else _actions(env, info, rng)
         if done or action is None:
             break
