@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from agentkit.envs.base import TextEnv
 from agentkit.envs.spaces import Text
 
 RANDOM_STEPS = 1_000
+RANDOM_SHARE = 0.5
+"""Share of a check's time after which the random agent of a slow environment ends, having taken fewer steps."""
 EXPERT_EPISODES = 8
 _NASTY = (
     "",
@@ -65,6 +68,8 @@ class Subject:
     id: str
     cls: type[Any]
     kwargs: dict[str, Any]
+    timeout: float = 120.0
+    """Seconds that one check may take."""
 
     @property
     def max_steps(self) -> int:
@@ -83,7 +88,7 @@ def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult
         registry.check_arguments(id, spec.entry_point, arguments)
     except registry.RegistryError as problem:
         return [CheckResult("loads", False, str(problem))]
-    subject = Subject(id, spec.entry_point, arguments)  # pyright: ignore[reportArgumentType]
+    subject = Subject(id, spec.entry_point, arguments, timeout)  # pyright: ignore[reportArgumentType]
     results = [CheckResult("loads", True, f"{subject.cls.__module__}:{subject.cls.__qualname__}")]
     return results + [_bounded(name, function, subject, timeout) for name, function in CHECKS.items()]
 
@@ -178,7 +183,8 @@ def _random_agent(subject: Subject) -> str:
     episodes = successes = 0
     done, steps, info = True, 0, {}
     limit = subject.max_steps
-    for _ in range(RANDOM_STEPS):
+    end = time.monotonic() + RANDOM_SHARE * subject.timeout
+    for total in range(1, RANDOM_STEPS + 1):
         if done or steps >= limit:
             info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
             episodes, steps = episodes + 1, 0
@@ -190,8 +196,10 @@ def _random_agent(subject: Subject) -> str:
             raise Failure(f"{when}: step raised {type(problem).__name__}: {problem}") from problem
         _, _, terminated, truncated, info = _examine(env, when, result, True)
         done, steps, successes = terminated or truncated, steps + 1, successes + info["success"]
+        if time.monotonic() > end:
+            break
     env.close()
-    return f"{RANDOM_STEPS} steps, {episodes} episodes, {successes} solved"
+    return f"{total} steps, {episodes} episodes, {successes} solved"
 
 
 def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import sys
-from typing import Any
 
 from agentkit.envs.shared import Share
 from agentkit.errors import ConfigError, EnvCrashed, EnvTimeout
@@ -22,7 +22,7 @@ LONGEST = 1_000
 """Characters of an expression; longer ones equal nothing."""
 _START_TIMEOUT = 120.0
 _TIMEOUT = 60.0
-"""Seconds of real time for what may take five of processor time."""
+"""Seconds of real time for what may take three of processor time."""
 _ATTEMPTS = 2
 
 
@@ -76,7 +76,7 @@ class Verifier:
             reader.cancel()
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with the comparisons under way
             await process.wait()
         self._lose("the process that compares expressions was closed")
 
@@ -121,6 +121,4 @@ class Verifier:
                 waiting.set_exception(EnvCrashed(why))
 
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from agentkit.envs.math.checker import main; main()"
-)
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from agentkit.envs.math.checker import main; main()"
