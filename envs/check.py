@@ -180,11 +180,11 @@ def _random_agent(subject: Subject) -> str:
     """Survives a random agent, and returns the right types throughout."""
     env, rng = subject.make(), np.random.default_rng(0)
     env.action_space.seed(0)
-    episodes = successes = 0
+    total = episodes = successes = 0
     done, steps, info = True, 0, {}
     limit = subject.max_steps
     end = time.monotonic() + RANDOM_SHARE * subject.timeout
-    for total in range(1, RANDOM_STEPS + 1):
+    for _ in range(RANDOM_STEPS):
         if done or steps >= limit:
             info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
             episodes, steps = episodes + 1, 0
@@ -196,6 +196,7 @@ def _random_agent(subject: Subject) -> str:
             raise Failure(f"{when}: step raised {type(problem).__name__}: {problem}") from problem
         _, _, terminated, truncated, info = _examine(env, when, result, True)
         done, steps, successes = terminated or truncated, steps + 1, successes + info["success"]
+        total += 1
         if time.monotonic() > end:
             break
     env.close()

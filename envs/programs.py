@@ -18,7 +18,6 @@ from typing import Literal
 from agentkit.envs import launcher
 from agentkit.envs.shared import Share
 from agentkit.errors import ConfigError, EnvCrashed, EnvTimeout, PoolExhausted, SandboxError
-from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool import Lease, SandboxPool
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import Resources, SandboxSpec, parse_size
@@ -61,7 +60,7 @@ class Run:
     failure: Failure
 
 
-def runner(backend: str | Backend, memory: int | str) -> Share[Runner]:
+def runner(backend: str, memory: int | str) -> Share[Runner]:
     """A share in the sandboxes of ``backend`` whose programs may use ``memory`` bytes each.
 
     Raises ``ConfigError`` for a size that is none.
@@ -78,7 +77,7 @@ def runner(backend: str | Backend, memory: int | str) -> Share[Runner]:
 class Runner:
     """The sandboxes of one back end, as many as there are processors, and what is run in them."""
 
-    def __init__(self, backend: str | Backend, memory: int) -> None:
+    def __init__(self, backend: str, memory: int) -> None:
         scratch = max(memory // 4, 16 << 20)
         spec = SandboxSpec(
             resources=Resources(memory=2 * memory, pids=64, tmp=scratch, workspace=scratch, shm=scratch // 4),

@@ -36,7 +36,7 @@ class CodeContest(AsyncTextEnv):
         partial_credit: reward the share of hidden tests that the last program passed.
         time_limit: seconds of processor time of one run.
         memory: address space of the program, such as ``"256m"``.
-        backend: where programs run: ``"docker"``, ``"local"``, the name of another back end, or one that is started.
+        backend: the sandboxes that programs run in: ``"docker"``, ``"local"``, or the name of another back end.
 
     Raises:
         ValueError: an argument is out of range.
@@ -60,14 +60,15 @@ class CodeContest(AsyncTextEnv):
         partial_credit: bool = False,
         time_limit: int = 2,
         memory: int | str = "256m",
-        backend: Any = "docker",
+        backend: str = "docker",
     ) -> None:
         check_split(split)
         if not 1 <= max_turns <= 100:
             raise ValueError(f"max_turns={max_turns} must lie between 1 and 100")
         if not 1 <= time_limit <= 600:
             raise ValueError(f"time_limit={time_limit} must lie between 1 and 600 whole seconds")
-        self.max_turns, self.partial_credit, self.split = max_turns, partial_credit, split
+        self.max_turns, self.partial_credit = max_turns, partial_credit
+        self.split: Split | None = split
         self.action_space = Text(examples=("print(sum(map(int, input().split())))", "print(input()[::-1])"))
         self._tasks = load(path, Task, "statement", split) if path is not None else None
         self._runner = runner(backend, memory)

@@ -43,15 +43,16 @@ class Judge:
         await self._endpoint.close()
 
     async def _score(self, question: str, answer: str, reference: str | None) -> float:
-        messages = prompt(question, answer, reference, self._rubric)
+        messages, said = prompt(question, answer, reference, self._rubric), ""
         for attempt in range(_ATTEMPTS):
             reply = await self._endpoint.chat(
                 messages, max_tokens=_MAX_TOKENS, temperature=0.0 if attempt == 0 else 0.7, seed=attempt
             )
-            score = verdict_in(reply.text)
+            said = reply.text
+            score = verdict_in(said)
             if score is not None:
                 return score
-        raise EnvCrashed(f"the judge at {self._endpoint.url} gave no verdict {_ATTEMPTS} times: {reply.text[-200:]!r}")
+        raise EnvCrashed(f"the judge at {self._endpoint.url} gave no verdict {_ATTEMPTS} times: {said[-200:]!r}")
 
 
 def prompt(question: str, answer: str, reference: str | None, rubric: str) -> list[Message]:

@@ -36,7 +36,7 @@ class Math(AsyncTextEnv):
         max_turns: answers and uses of Python together; 1 without tools and 8 with them if None.
         time_limit: seconds of processor time of one use of Python.
         memory: its address space.
-        backend: where Python runs: ``"docker"``, ``"local"``, the name of another back end, or one that is started.
+        backend: the sandboxes that it runs in: ``"docker"``, ``"local"``, or the name of another back end.
 
     Raises:
         ValueError: an argument is out of range.
@@ -60,7 +60,7 @@ class Math(AsyncTextEnv):
         max_turns: int | None = None,
         time_limit: int = 2,
         memory: int | str = "256m",
-        backend: Any = "docker",
+        backend: str = "docker",
     ) -> None:
         check_split(split)
         self.max_turns = self.max_turns_for(tools=tools, max_turns=max_turns)
@@ -68,7 +68,7 @@ class Math(AsyncTextEnv):
             raise ValueError(f"max_turns={max_turns} must lie between 1 and 100, and be 1 without tools")
         if not 1 <= time_limit <= 600:
             raise ValueError(f"time_limit={time_limit} must lie between 1 and 600 whole seconds")
-        self.split = split
+        self.split: Split | None = split
         code = ("python: print(2**10)",) if tools else ()
         self.action_space = Text(examples=(r"\boxed{42}", r"\boxed{\frac{1}{2}}", r"\boxed{x^2 + 1}", *code))
         self._problems = load(path, Problem, "problem", split) if path is not None else None
@@ -147,7 +147,7 @@ class Math(AsyncTextEnv):
 
 
 def answer_in(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}`` of a text, or all of it if there is none; None if that is no expression."""
+    r"""What stands in the last ``\boxed{…}`` of a text, or all of it without one; None if that is no expression."""
     boxes = list(_BOXED.finditer(text))
     if not boxes:
         answer = text.strip().strip("$").strip()

@@ -94,7 +94,8 @@ class Verifier:
         raise EnvCrashed(f"the process that compares expressions died {_ATTEMPTS} times")
 
     async def _ask(self, gold: str, answer: str) -> str:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         self._number += 1
         number, verdict = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = verdict
