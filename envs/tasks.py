@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -58,10 +57,9 @@ def _read(path: str, modified: int, model: type[T]) -> tuple[T, ...]:
         if not line.strip():
             continue
         try:
-            tasks.append(model.model_validate(json.loads(line)))
+            tasks.append(model.model_validate_json(line))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            told = (".".join(map(str, item["loc"])) + ": " * bool(item["loc"]) + item["msg"] for item in error.errors())
+            problems = "; ".join(told)
             raise ConfigError(f"{path}, line {number}: {problems}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
     return tuple(tasks)

@@ -198,7 +198,7 @@ def test_a_program_is_the_last_fenced_block_or_everything():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2: Invalid JSON"),
         ("[]", "line 2"),
         ('{"statement": "x"}', "line 2: tests: Field required"),
         ('{"statement": "x", "tests": []}', "line 2: tests"),
