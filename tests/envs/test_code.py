@@ -116,7 +116,7 @@ def reference(statement, text):
         multiple = 1
         for x in numbers_of(text):
             multiple = multiple * x // math.gcd(multiple, x)
-        return str(multiple % a[1])
+        return str(multiple % a[0])
     if "alphabet (after" in statement:
         table = {97 + k: 97 + (k + a[0]) % 26 for k in range(26)}
         letters = list(text.strip().translate(table))

@@ -98,7 +98,7 @@ async def test_a_judge_that_is_late_is_no_score(path):
 
     with chat_server(late) as server:
         start = time.monotonic()
-        with pytest.raises(EnvTimeout, match="0.3 s"):
+        with pytest.raises(EnvTimeout, match=r"0\.3 s"):
             await step(path, server.url, timeout=0.3)
         assert time.monotonic() - start < 1.4
 
