@@ -154,7 +154,6 @@ def test_the_answer_is_the_last_box_or_everything(text, answer):
         (r"\sqrt{8}", r"2\sqrt{2}", True),
         ("3", "\x00", False),
         ("3", "\ud800", False),
-        ("3", "{" * 300, False),
         ("3", "1" * (LONGEST + 1), False),
     ],
 )
@@ -166,6 +165,7 @@ async def test_equality_is_mathematical(share, gold, answer, same):
 @pytest.mark.timeout(300)
 async def test_hostile_expressions_end_and_delay_nobody(share):
     hostile = [
+        "{" * 300,
         "9^{9^{9^{9^{9}}}}",
         "(1000000!)!",
         "9^{99999999}",
