@@ -29,7 +29,7 @@ SOURCE_LIMIT = 64 << 10
 """Bytes of the longest program."""
 _PATIENCE = 8.0
 """Seconds of real time for a second of processor time: the machine may be busy."""
-_ATTEMPTS = 2
+_ATTEMPTS = 3
 """Sandboxes that are tried, if one is lost."""
 _USES = 500
 _WAIT = 600.0
@@ -103,7 +103,7 @@ class Runner:
     ) -> list[Run]:
         """Run a program on each input in turn, until one of them (its index, its run) was ``enough``.
 
-        Raises ``EnvCrashed`` or ``EnvTimeout``: the sandbox failed, and so did one in its place.
+        Raises ``EnvCrashed`` or ``EnvTimeout``: the sandbox failed, and so did those in its place.
         """
         with _environment_failures():
             for attempt in range(_ATTEMPTS):

@@ -346,7 +346,7 @@ HOSTILE = {
         "os.killpg(os.getpgid(os.getppid()), 9)",
         {"runtime error"},
     ),
-    "stack": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"runtime error", "memory limit"}),
+    "stack": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"runtime error", "memory limit", "time limit"}),
     "network": ("import socket; socket.create_connection(('1.1.1.1', 53), timeout=2)", {"runtime error"}),
 }
 
