@@ -10,6 +10,7 @@ import shutil
 import statistics
 import uuid
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ def sandboxes(request):
 
 
 def pool_labels(backend):
-    return {"pool": shared._entries["programs", backend, MEMORY].resource._pool._care._spec.labels["pool"]}
+    entry: Any = shared._entries["programs", backend, MEMORY]
+    return {"pool": entry.resource._pool._care._spec.labels["pool"]}
 
 
 async def run(sandboxes, source, *inputs, limits=LIMITS):
@@ -214,7 +216,8 @@ def test_a_malformed_file_is_told_by_line(tmp_path, line, words):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    for kwargs in ({"max_turns": 0}, {"time_limit": 0}, {"split": "dev"}):
+    wrong: list[dict[str, Any]] = [{"max_turns": 0}, {"time_limit": 0}, {"split": "dev"}]
+    for kwargs in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
             CodeContest(**kwargs)
     with pytest.raises(ConfigError, match="memory="):
@@ -346,7 +349,10 @@ HOSTILE = {
         "os.killpg(os.getpgid(os.getppid()), 9)",
         {"runtime error"},
     ),
-    "stack": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", {"runtime error", "memory limit", "time limit"}),
+    "stack": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        {"runtime error", "memory limit", "time limit"},
+    ),
     "network": ("import socket; socket.create_connection(('1.1.1.1', 53), timeout=2)", {"runtime error"}),
 }
 

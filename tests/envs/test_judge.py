@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 from chat_server import chat_server, refused, said
@@ -119,7 +120,8 @@ def test_verdicts_are_read(text, score):
 
 
 def test_wrong_arguments_are_named(path):
-    for kwargs in ({"threshold": 0.0}, {"timeout": 0.0}, {"split": "dev"}):
+    wrong: list[dict[str, Any]] = [{"threshold": 0.0}, {"timeout": 0.0}, {"split": "dev"}]
+    for kwargs in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
             Judged(path=path, url="http://localhost", model="m", **kwargs)
     with pytest.raises(ConfigError, match="url="):

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import time
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +54,7 @@ def by_sympy(text):
     formulas = re.findall(r"\$(.*?)\$", text)
     integers = [int(n) for n in re.findall(r"\d+", text)]
     if "\\int" in text:
-        low, high, body = re.search(r"int_\{(-?\d+)\}\^\{(-?\d+)\} \((.*)\) \\,", text).groups()
+        ((low, high, body),) = re.findall(r"int_\{(-?\d+)\}\^\{(-?\d+)\} \((.*)\) \\,", text)
         return sympy.integrate(expression(body), (x, int(low), int(high)))
     if "Compute" in text:
         return expression(formulas[0])
@@ -111,7 +113,7 @@ def test_the_parts_share_no_problem():
 )
 def test_polynomials_are_written_as_people_do(coefficients, text):
     assert polynomial(coefficients) == text
-    assert number(-0.75) == r"-\frac{3}{4}"
+    assert number(Fraction(-3, 4)) == r"-\frac{3}{4}"
 
 
 # Answers.
@@ -191,7 +193,7 @@ async def test_hostile_expressions_end_and_delay_nobody(share):
 
 
 async def test_a_verifier_that_is_killed_is_replaced(share):
-    resource = shared._entries["math verifier"].resource
+    resource: Any = shared._entries["math verifier"].resource
     first = resource._process
     first.kill()
     assert await share.use(lambda shared: shared.equal("2", "4/2"))
@@ -241,7 +243,13 @@ async def test_a_users_problem_is_judged(tmp_path, action, reward, valid):
 
 
 def test_wrong_arguments_are_named(tmp_path, monkeypatch):
-    for kwargs in ({"max_turns": 3}, {"max_turns": 0, "tools": True}, {"time_limit": 0}, {"split": "dev"}):
+    wrong: list[dict[str, Any]] = [
+        {"max_turns": 3},
+        {"max_turns": 0, "tools": True},
+        {"time_limit": 0},
+        {"split": "dev"},
+    ]
+    for kwargs in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
             Math(**kwargs)
     path = tmp_path / "problems.jsonl"

@@ -55,14 +55,14 @@ async def test_an_episode_is_the_domains_own():
         alone = own[label]
         assert observation == f"{alone.instructions_for().strip()}\n\n{alone.reset(seed=seed)[0]}"
         scale = 0.5 if label == "lake" else 1.0
-        done = False
-        while not done:
+        while True:
             action = next(env.expert())
             got, want = await env.step(action), alone.step(action)
             assert got[0] == want[0]
             assert got[1] == want[1] * scale
             assert got[2:4] == want[2:4]
-            done = got[2] or got[3]
+            if got[2] or got[3]:
+                break
         assert got[4]["metrics"] == {f"{label}/success": 1.0}
     assert seen == set(own)
     await env.close()
@@ -84,7 +84,7 @@ async def test_domains_come_in_their_ratios_and_not_with_their_tasks():
 
 async def test_a_domain_is_cut_off_at_its_own_turns():
     env = Mixture(domains=[LAKE])
-    await env.reset(seed=0)
+    _, info = await env.reset(seed=0)
     for number in range(1, 101):
         *_, terminated, truncated, info = await env.step("nonsense")
         assert (terminated, truncated) == (False, number == FrozenLake.max_turns * FrozenLake.actions_per_turn)
