@@ -42,6 +42,11 @@ class EnvDeclaration:
         """The rules for an environment made with these arguments; override where arguments change them."""
         return cls.instructions
 
+    @classmethod
+    def max_turns_for(cls, **kwargs: Any) -> int:
+        """``max_turns`` of an environment made with these arguments; override where arguments change it."""
+        return cls.max_turns
+
     @cached_property
     def observation_space(self) -> Text:
         return Text()

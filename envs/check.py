@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from agentkit.envs.base import TextEnv
 from agentkit.envs.spaces import Text
 
 RANDOM_STEPS = 1_000
+RANDOM_SHARE = 0.5
+"""Share of a check's time after which the random agent of a slow environment ends, having taken fewer steps."""
 EXPERT_EPISODES = 8
 _NASTY = (
     "",
@@ -65,6 +68,12 @@ class Subject:
     id: str
     cls: type[Any]
     kwargs: dict[str, Any]
+    timeout: float = 120.0
+    """Seconds that one check may take."""
+
+    @property
+    def max_steps(self) -> int:
+        return self.cls.max_turns_for(**self.kwargs) * self.cls.actions_per_turn
 
     def make(self) -> TextEnv:
         env = self.cls(**self.kwargs)
@@ -79,7 +88,7 @@ def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult
         registry.check_arguments(id, spec.entry_point, arguments)
     except registry.RegistryError as problem:
         return [CheckResult("loads", False, str(problem))]
-    subject = Subject(id, spec.entry_point, arguments)  # pyright: ignore[reportArgumentType]
+    subject = Subject(id, spec.entry_point, arguments, timeout)  # pyright: ignore[reportArgumentType]
     results = [CheckResult("loads", True, f"{subject.cls.__module__}:{subject.cls.__qualname__}")]
     return results + [_bounded(name, function, subject, timeout) for name, function in CHECKS.items()]
 
@@ -171,9 +180,10 @@ def _random_agent(subject: Subject) -> str:
     """Survives a random agent, and returns the right types throughout."""
     env, rng = subject.make(), np.random.default_rng(0)
     env.action_space.seed(0)
-    episodes = successes = 0
+    total = episodes = successes = 0
     done, steps, info = True, 0, {}
-    limit = subject.cls.max_turns * subject.cls.actions_per_turn
+    limit = subject.max_steps
+    end = time.monotonic() + RANDOM_SHARE * subject.timeout
     for _ in range(RANDOM_STEPS):
         if done or steps >= limit:
             info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
@@ -186,8 +196,11 @@ def _random_agent(subject: Subject) -> str:
             raise Failure(f"{when}: step raised {type(problem).__name__}: {problem}") from problem
         _, _, terminated, truncated, info = _examine(env, when, result, True)
         done, steps, successes = terminated or truncated, steps + 1, successes + info["success"]
+        total += 1
+        if time.monotonic() > end:
+            break
     env.close()
-    return f"{RANDOM_STEPS} steps, {episodes} episodes, {successes} solved"
+    return f"{total} steps, {episodes} episodes, {successes} solved"
 
 
 def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:
@@ -280,7 +293,7 @@ def _expert(subject: Subject) -> str:
         return f"solved {EXPERT_EPISODES} of {EXPERT_EPISODES} episodes"
     seeds = [seed for seed, (success, _) in enumerate(solved) if not success]
     if not any(chance for _, chance in solved):
-        raise Failure(f"the expert does not solve seeds {seeds} within {subject.cls.max_turns} turns")
+        raise Failure(f"the expert does not solve seeds {seeds} within {subject.max_steps} steps")
     baseline = [_play(subject, seed, expert=False)[0] for seed in range(EXPERT_EPISODES)]
     if sum(baseline) >= EXPERT_EPISODES * share:
         raise Failure(f"the expert solves {share:.0%} of the episodes, no more than a random agent")
@@ -293,7 +306,7 @@ def _play(subject: Subject, seed: int, *, expert: bool) -> tuple[bool, bool]:
     _, info = env.reset(seed=seed)
     state = str(env.np_random.bit_generator.state)
     done = success = False
-    for _ in range(subject.cls.max_turns * subject.cls.actions_per_turn):
+    for _ in range(subject.max_steps):
         action = next(env.expert(), None) if expert else _actions(env, info, rng)
         if done or action is None:
             break

@@ -41,6 +41,10 @@ class Portal:
             future.cancel()
             raise
 
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same for callers who await in a loop of their own; cancelled, it cancels ``work``."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
     def opened(self, what: Closable) -> None:
         """Close ``what`` when the interpreter ends, unless it is ``closed`` before."""
         self._open.add(what)

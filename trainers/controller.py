@@ -209,6 +209,7 @@ class _Run:
             "eval/success": result.success,
             "eval/return_mean": result.return_mean,
             "eval/turns_mean": result.turns_mean,
+            **{f"eval/{name}": value for name, value in result.metrics.items()},
         }
         self.recorder.metrics(self.step, metrics)
         self.view.message(f"step {self.step}: success {result.success:.1%} on {result.episodes} evaluation episodes")

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from agentkit.config import EnvConfig, ImitationConfig, RunConfig
-from agentkit.envs.base import expert_actions
+from agentkit.envs.adapters import Blocking
+from agentkit.envs.base import AsyncTextEnv, expert_actions
 from agentkit.errors import ConfigError
 from agentkit.store import Recorder
 from agentkit.trainers.batch import flatten
@@ -110,7 +111,8 @@ class _Demonstrator:
         self.source, self.renderer, self.parser = source, renderer, parser
         self.noise, self.max_context = noise, max_context
         self.system = system_message(source.instructions, parser)
-        self.env = source.make()
+        made = source.make()
+        self.env = Blocking(made) if isinstance(made, AsyncTextEnv) else made
 
     def __call__(self, seed: int) -> Trajectory:
         observation, info = self.env.reset(seed=seed)

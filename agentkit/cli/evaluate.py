@@ -91,7 +91,7 @@ async def _play(settings: RunConfig, target: str, episodes: int, endpoint: str |
 
 
 async def _ask(settings: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str) -> EvalResult:
-    from agentkit.trainers.inference.openai import ChatEndpoint
+    from agentkit.openai import ChatEndpoint
     from agentkit.trainers.rollout.evaluation import evaluate_endpoint
 
     async with ChatEndpoint(endpoint, model, connections=settings.engine.max_batch) as client:

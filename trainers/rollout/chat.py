@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from agentkit.errors import ConfigError
-from agentkit.trainers.inference.openai import ChatEndpoint, ContextExceeded
+from agentkit.openai import ChatEndpoint, ContextExceeded
 from agentkit.trainers.rollout.episode import EpisodeRules, act, system_message, turn_seeds
 from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import ActionParser

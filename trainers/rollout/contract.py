@@ -7,13 +7,15 @@ Imports neither torch nor any environment, since every environment's process loa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from agentkit.errors import EnvContractError, EnvCrashed, EnvError
+
+_MOST_METRICS = 64
 
 
 class TurnResult(NamedTuple):
@@ -28,6 +30,8 @@ class TurnResult(NamedTuple):
     success: bool
     valid: bool
     """All of the actions exist."""
+    metrics: Mapping[str, float] = {}
+    """What the environment counts of its episode (``info["metrics"]``), as of the last action."""
 
 
 def run_reset(env: Any, seed: int) -> str:
@@ -121,6 +125,7 @@ def check_step(result: Any) -> TurnResult:
         truncated if truncated.__class__ is bool else _flag("truncated", truncated),
         success if success.__class__ is bool else _flag("info['success']", success),
         valid if valid.__class__ is bool else _flag("info['action_valid']", valid),
+        _metrics(info["metrics"]) if "metrics" in info else {},
     )
 
 
@@ -128,6 +133,17 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise EnvContractError(f"step returned {name} = {_short(value)}, which is not a bool")
     return bool(value)
+
+
+def _metrics(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > _MOST_METRICS:
+        raise EnvContractError(f"step returned info['metrics'] = {_short(value)}, no dict of {_MOST_METRICS} at most")
+    for name, number in value.items():
+        if not isinstance(name, str) or not isinstance(number, (float, int, Real)) or not math.isfinite(number):
+            raise EnvContractError(
+                f"step returned info['metrics'][{_short(name)}] = {_short(number)}, no finite number"
+            )
+    return {name: float(number) for name, number in value.items()}
 
 
 def crashed(call: str, error: BaseException) -> EnvCrashed:

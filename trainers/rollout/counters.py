@@ -14,6 +14,20 @@ ZERO_SIGNAL = "zero_signal"
 """Why a group is refilled whose members all earned the same."""
 
 
+TASK = "task/"
+"""What the names of an environment's own metrics begin with."""
+
+
+def task_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each of the environments' own metrics, over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            if name.startswith(TASK):
+                values.setdefault(name, []).append(value)
+    return {name: sum(some) / len(some) for name, some in sorted(values.items())}
+
+
 def has_signal(members: Sequence[Trajectory]) -> bool:
     """Whether the members earned differently; otherwise every group baseline makes their advantages zero."""
     rewards = [member.reward for member in members]
@@ -88,4 +102,4 @@ def _trained(
     }
     for age in range(max(ages) + 1):
         metrics[f"staleness/hist_{age}"] = ages.count(age) / len(ages)
-    return metrics
+    return metrics | task_metrics(episodes)

@@ -16,6 +16,7 @@ import numpy as np
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, EngineError
 from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
+from agentkit.trainers.rollout.counters import TASK
 from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
@@ -90,7 +91,8 @@ async def act(
         start = time.perf_counter()
         result = await env.act(turn.actions)
         turn.env_s += time.perf_counter() - start
-        observation, turn.reward, terminated, truncated, trajectory.success, turn.valid = result
+        observation, turn.reward, terminated, truncated, trajectory.success, turn.valid, metrics = result
+        trajectory.metrics.update({f"{TASK}{name}": value for name, value in metrics.items()})
         shown = observation
     else:
         shown = invalid_answer_message(observation, parser)

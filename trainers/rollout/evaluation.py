@@ -6,14 +6,15 @@ Invariant: success rate and means are over episodes whose environment worked; th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentkit.config import RunConfig, attempts
 from agentkit.errors import EnvError, EnvFailureBudgetExceeded
+from agentkit.openai import ChatEndpoint
 from agentkit.trainers.inference.base import InferenceEngine
-from agentkit.trainers.inference.openai import ChatEndpoint
 from agentkit.trainers.rollout.chat import ChatPlayer
+from agentkit.trainers.rollout.counters import task_metrics
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
 from agentkit.trainers.rollout.hosts import EnvPool
 from agentkit.trainers.rollout.parser import ActionParser
@@ -37,6 +38,8 @@ class EvalResult:
     """Episodes without a result, because their environment failed however often it was tried."""
     trajectories: tuple[Trajectory, ...]
     """All of them in the order of ``seeds``, voided ones included."""
+    metrics: Mapping[str, float]
+    """Means of the environment's own metrics (``task/…``)."""
 
 
 async def evaluate(
@@ -134,4 +137,5 @@ def _result(trajectories: Sequence[Trajectory]) -> EvalResult:
         episodes=count,
         failures=len(trajectories) - count,
         trajectories=tuple(trajectories),
+        metrics=task_metrics(valid),
     )

@@ -66,11 +66,11 @@ class EnvSource:
             kwargs=kwargs,
             where="async" if asynchronous else (config.concurrency or env.concurrency),
             instructions=env.instructions_for(**kwargs),
-            max_turns=config.max_turns or env.max_turns,
+            max_turns=config.max_turns or env.max_turns_for(**kwargs),
             actions_per_turn=config.actions_per_turn or env.actions_per_turn,
             step_timeout=config.step_timeout,
             reset_timeout=config.reset_timeout,
-            has_expert=not asynchronous and env.has_expert(),
+            has_expert=env.has_expert(),
             recovery=config.recovery,
         )
         _check_recovery(config, env.deterministic)

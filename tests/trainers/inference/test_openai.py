@@ -12,7 +12,7 @@ from chat_server import Answer, ChatServer, chat_server, refused, said
 from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, EngineError
-from agentkit.trainers.inference.openai import ChatEndpoint, ContextExceeded, base_url
+from agentkit.openai import ChatEndpoint, ContextExceeded, base_url
 from agentkit.trainers.rollout.evaluation import EvalResult, evaluate_endpoint
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.types import Message
@@ -140,7 +140,7 @@ def test_urls_are_read_generously(written: str, read: str) -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "", "http://"])
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(EngineError, match="--endpoint"):
+    with pytest.raises(EngineError, match="the endpoint"):
         base_url(url)
 
 

@@ -158,9 +158,9 @@ def base_url(url: str) -> str:
     try:
         parsed = httpx.URL(url.strip())
     except httpx.InvalidURL as error:
-        raise EngineError(f"--endpoint {url!r} is no URL ({error})") from error
+        raise EngineError(f"the endpoint {url!r} is no URL ({error})") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise EngineError(f"--endpoint {url!r} is no HTTP URL: write it like http://localhost:8000/v1")
+        raise EngineError(f"the endpoint {url!r} is no HTTP URL: write it like http://localhost:8000/v1")
     text = str(parsed).rstrip("/").removesuffix("/chat/completions")
     return text if parsed.path.strip("/") else f"{text}/v1"
 

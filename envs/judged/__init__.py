@@ -1,0 +1,3 @@
+"""Questions whose answers another language model judges."""
+
+from agentkit.envs.judged.env import Judged as Judged

@@ -1,0 +1,177 @@
+"""Mathematical problems with one answer, and Python to compute with if wanted.
+
+Invariant: answers are compared as mathematics, in another process that an expression may at worst kill; code runs in a
+sandbox. Neither's failure is a score: it is an ``EnvError``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from gymnasium.error import ResetNeeded
+
+from agentkit.envs.base import AsyncTextEnv, Info
+from agentkit.envs.math.problems import Problem, draw
+from agentkit.envs.math.verifier import verifier
+from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, runner
+from agentkit.envs.spaces import Text
+from agentkit.envs.tasks import Split, check_split, load
+from agentkit.sandboxes.spec import parse_size
+
+_CODE = re.compile(r"\s*(?:python:(?P<plain>.*)|```(?:python|py)?[ \t]*\n(?P<fenced>.*?)```\s*)", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_SHOWN = 4_000
+"""Bytes of a program's output that are told."""
+
+
+class Math(AsyncTextEnv):
+    r"""Solve a problem; reward 1 for an answer that equals the known one, else 0.
+
+    Args:
+        path: a file of problems, one JSON object a line; None draws problems from the seed.
+        split: take problems from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
+        tools: whether Python may be used before answering.
+        max_turns: answers and uses of Python together; 1 without tools and 8 with them if None.
+        time_limit: seconds of processor time of one use of Python.
+        memory: its address space.
+        backend: the sandboxes that it runs in: ``"docker"``, ``"local"``, or the name of another back end.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConfigError: ``path`` holds no problems, or math-verify is not installed.
+    """
+
+    instructions = (
+        "Solve the problem.\n"
+        r"Action: the answer alone, as \boxed{answer}, in LaTeX: an exact number such as \boxed{\frac{3}{4}}, or an "
+        "expression"
+    )
+    max_turns = 1
+    deterministic = True  # but for code that asks for the time or for randomness
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        split: Split | None = None,
+        tools: bool = False,
+        max_turns: int | None = None,
+        time_limit: int = 2,
+        memory: int | str = "256m",
+        backend: str = "docker",
+    ) -> None:
+        check_split(split)
+        self.max_turns = self.max_turns_for(tools=tools, max_turns=max_turns)
+        if not 1 <= self.max_turns <= 100 or (self.max_turns > 1 and not tools):
+            raise ValueError(f"max_turns={max_turns} must lie between 1 and 100, and be 1 without tools")
+        if not 1 <= time_limit <= 600:
+            raise ValueError(f"time_limit={time_limit} must lie between 1 and 600 whole seconds")
+        self.split: Split | None = split
+        code = ("python: print(2**10)",) if tools else ()
+        self.action_space = Text(examples=(r"\boxed{42}", r"\boxed{\frac{1}{2}}", r"\boxed{x^2 + 1}", *code))
+        self._problems = load(path, Problem, "problem", split) if path is not None else None
+        self._verifier = verifier()
+        self._python = runner(backend, memory) if tools else None
+        self._limits = Limits(seconds=time_limit, memory=int(parse_size(memory)), output=_SHOWN)
+        self.problem: Problem | None = None
+        self._done = True
+
+    @classmethod
+    def max_turns_for(cls, **kwargs: Any) -> int:
+        turns = kwargs.get("max_turns")
+        return turns if turns is not None else 8 if kwargs.get("tools") else cls.max_turns
+
+    @classmethod
+    def instructions_for(cls, **kwargs: Any) -> str:
+        if not kwargs.get("tools"):
+            return cls.instructions
+        return (
+            f"{cls.instructions}; or `python:` followed by a Python 3 program, whose output you are then shown (it "
+            f"begins anew each time, with the standard library alone). You have {cls.max_turns_for(**kwargs)} turns."
+        )
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        await super().reset(seed=seed)
+        rng, known = self.np_random, self._problems
+        self.problem = draw(rng, self.split) if known is None else known[int(rng.integers(len(known)))]
+        self._done = False
+        return self.problem.problem, {"success": False, "action_valid": True}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        if self.problem is None or self._done:
+            raise ResetNeeded("the episode is over (or has not begun): call reset() first")
+        if self._python is not None and (code := _CODE.fullmatch(action)) is not None:
+            return await self._use_python(code["plain"] or code["fenced"] or "")
+        self._done = True
+        answer = answer_in(action)
+        if answer is None:
+            said = r"This is no answer: write \boxed{answer}."
+            return said, 0.0, True, False, self._info(False, valid=False)
+        success = await self._equals(answer)
+        return "Correct." if success else "Wrong.", float(success), True, False, self._info(success)
+
+    def expert(self) -> Iterator[str]:
+        """The known answer."""
+        if self.problem is None:
+            raise ResetNeeded("call reset() before expert()")
+        if not self._done:
+            yield f"\\boxed{{{self.problem.answer}}}"
+
+    async def close(self) -> None:
+        await self._verifier.give_back()
+        if self._python is not None:
+            await self._python.give_back()
+
+    async def _use_python(self, program: str) -> tuple[str, float, bool, bool, Info]:
+        info: Info = {"success": False, "action_valid": False}
+        program = program.strip("\n")
+        if not program.strip() or len(program.encode("utf-8", "replace")) > SOURCE_LIMIT:
+            return f"This is no program of 1 to {SOURCE_LIMIT} bytes.", 0.0, False, False, info
+        assert self._python is not None
+        (run,) = await self._python.use(lambda shared: shared.run(program.lstrip(" \t"), [""], self._limits))
+        return _told(run), 0.0, False, False, info | {"action_valid": True}
+
+    async def _equals(self, answer: str) -> bool:
+        assert self.problem is not None
+        gold = self.problem.answer
+        if "".join(answer.split()) == "".join(gold.split()):
+            return True
+        return await self._verifier.use(lambda shared: shared.equal(gold, answer))
+
+    def _info(self, success: bool, *, valid: bool = True) -> Info:
+        assert self.problem is not None
+        metrics = {f"{self.problem.topic}/success": float(success)}
+        return {"success": success, "action_valid": valid, "metrics": metrics}
+
+
+def answer_in(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}`` of a text, or all of it without one; None if that is no expression."""
+    boxes = list(_BOXED.finditer(text))
+    if not boxes:
+        answer = text.strip().strip("$").strip()
+        return answer if answer and _balanced(answer) and "\n" not in answer else None
+    start, depth = boxes[-1].end(), 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip() or None
+    return None
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for letter in text:
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _told(run: Run) -> str:
+    """A program's end, as the model sees it."""
+    output = run.stdout.rstrip() or "(nothing was printed)"
+    if not run.failure:
+        return f"Output:\n{output}"
+    return f"Output:\n{output}\nThe program failed: {run.failure}.\n{run.stderr.rstrip()[-1000:]}".rstrip()

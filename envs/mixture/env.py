@@ -1,0 +1,175 @@
+"""Several environments in fixed ratios, each with its own rules, rewards and ends.
+
+Invariant: an episode belongs to one domain, which the seed alone decides; what that domain's environment would say,
+reward and end on the same seed is passed on unchanged, with its rules before the first observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+from pydantic import Field, ValidationError
+
+from agentkit import registry
+from agentkit.config import Strict
+from agentkit.envs.base import AsyncTextEnv, Info, TextEnv
+from agentkit.errors import ConfigError
+
+
+class Domain(Strict):
+    """One part of a mixture."""
+
+    id: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the episodes, in proportion to the others'."""
+    reward_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its rewards are multiplied by this, so that no domain outweighs another."""
+    name: str | None = None
+    """What its metrics are called; its ``id`` if None."""
+    sandbox: str | None = None
+    """The back end of a sandbox that it runs in."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id
+
+
+class Mixture(AsyncTextEnv):
+    """Draw an environment from the seed, and play an episode of it.
+
+    Args:
+        domains: the parts, each with ``id`` and, if need be, ``kwargs``, ``weight`` (1), ``reward_scale`` (1), ``name``
+            (the id) and ``sandbox`` (None).
+
+    Raises:
+        ConfigError: the parts are malformed, or one of them needs a process of its own and has no sandbox.
+        RegistryError: there is no such environment.
+    """
+
+    instructions = "Each task comes with rules of its own. Follow those."
+    deterministic = False  # unless each of its parts is
+
+    def __init__(self, *, domains: Sequence[Domain | dict[str, Any]]) -> None:
+        self.domains = _read(domains)
+        for domain in self.domains:
+            _check(domain)
+        self.max_turns = self.max_turns_for(domains=domains)
+        weights = np.array([domain.weight for domain in self.domains])
+        self._bounds = np.cumsum(weights / weights.sum())
+        self._rules = [_rules(domain) for domain in self.domains]
+        self._envs: dict[int, TextEnv | AsyncTextEnv] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._current: int | None = None
+        self._steps = 0
+
+    @classmethod
+    def max_turns_for(cls, **kwargs: Any) -> int:
+        return max(_turns(domain) for domain in _read(kwargs.get("domains", ()))) if kwargs else cls.max_turns
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        await super().reset(seed=seed)
+        # From a generator of its own: the domain's environment begins with the same seed, and what it draws must not
+        # depend on that it was drawn. The last bound may be a rounding error below 1.
+        place = self.np_random.spawn(1)[0].random()
+        drawn = min(int(np.searchsorted(self._bounds, place, "right")), len(self.domains) - 1)
+        seed = int(self.np_random.integers(2**31)) if seed is None else seed
+        if drawn not in self._envs:
+            self._envs[drawn] = await self._make(self.domains[drawn])
+        self._current, self._steps = drawn, 0
+        env = self._envs[drawn]
+        self.action_space = env.action_space
+        observation, info = await self._call(env.reset, seed=seed, options=options)
+        return f"{self._rules[drawn]}\n\n{observation}", info | {"domain": self.domains[drawn].label}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        if self._current is None:
+            raise ResetNeeded("the episode is over (or has not begun): call reset() first")
+        domain, env = self.domains[self._current], self._envs[self._current]
+        observation, reward, terminated, truncated, info = await self._call(env.step, action)
+        self._steps += 1
+        truncated = truncated or (not terminated and self._steps >= _turns(domain) * env.actions_per_turn)
+        if terminated or truncated:
+            self._current = None
+        label = domain.label
+        own = {f"{label}/{name}": value for name, value in info.get("metrics", {}).items()}
+        metrics = {**own, f"{label}/success": float(info["success"])}
+        info = {**info, "domain": label, "metrics": metrics}
+        return observation, reward * domain.reward_scale, terminated, truncated, info
+
+    def expert(self) -> Iterator[str]:
+        """The expert of the domain that was drawn."""
+        if self._current is not None:
+            yield from self._envs[self._current].expert()
+
+    async def close(self) -> None:
+        self._current = None
+        while self._envs:
+            await self._call(self._envs.popitem()[1].close)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    async def _make(self, domain: Domain) -> TextEnv | AsyncTextEnv:
+        if domain.sandbox is None:
+            return registry.make(domain.id, **domain.kwargs)
+        from agentkit.envs.sandboxed import SandboxedEnv
+
+        env = SandboxedEnv(domain.id, domain.kwargs, sandbox=domain.sandbox)
+        await env.start()
+        return env
+
+    async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        env = method.__self__
+        if isinstance(env, AsyncTextEnv):
+            return await method(*arguments, **named)
+        if env.concurrency == "inline":
+            return method(*arguments, **named)
+        if self._thread is None:  # one for all its calls: an environment may be tied to its thread
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixture")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: method(*arguments, **named))
+
+
+def _read(domains: Sequence[Domain | dict[str, Any]]) -> list[Domain]:
+    if not domains:
+        raise ConfigError("a mixture needs domains: a list of {id: …, weight: …, kwargs: …}")
+    try:
+        read = [domain if isinstance(domain, Domain) else Domain.model_validate(domain) for domain in domains]
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"domains: {problems}") from None
+    labels = [domain.label for domain in read]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"domains: {', '.join(labels)} are not all different; give those of one id a `name` each")
+    return read
+
+
+def _class(domain: Domain) -> tuple[type[Any], dict[str, Any]]:
+    spec = registry.entry(domain.id).load()
+    return spec.entry_point, {**spec.kwargs, **domain.kwargs}  # pyright: ignore[reportReturnType]
+
+
+def _check(domain: Domain) -> None:
+    cls, arguments = _class(domain)
+    registry.check_arguments(domain.id, cls, arguments)
+    if domain.sandbox is None and issubclass(cls, TextEnv) and cls.concurrency == "process":
+        raise ConfigError(
+            f"{domain.id} needs a process of its own, since it may hang: give its domain a sandbox, such as "
+            "`sandbox: local`"
+        )
+
+
+def _turns(domain: Domain) -> int:
+    cls, arguments = _class(domain)
+    return cls.max_turns_for(**arguments)
+
+
+def _rules(domain: Domain) -> str:
+    cls, arguments = _class(domain)
+    return cls.instructions_for(**arguments).strip()

@@ -1,0 +1,65 @@
+"""Tasks with a text and a checkable answer: read from JSON lines, and divided into training and test parts.
+
+Invariant: a digest of a task's text alone decides its part, so that the parts share no task, whatever the order or the
+number of tasks. A file is read once for all environments of a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import ValidationError
+
+from agentkit.config import Strict
+from agentkit.errors import ConfigError
+
+Split = Literal["train", "test"]
+TEST_SHARE = 0.2
+"""Share of all tasks that ``split="test"`` holds; training never sees them."""
+
+T = TypeVar("T", bound=Strict)
+
+
+def part_of(text: str) -> Split:
+    """The part that the task with this text belongs to."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
+
+
+def check_split(split: str | None) -> None:
+    """Raises ``ValueError`` for what is no part."""
+    if split not in (None, "train", "test"):
+        raise ValueError(f"split={split!r} must be 'train', 'test' or None")
+
+
+def load(path: str | Path, model: type[T], text: str, split: Split | None) -> tuple[T, ...]:
+    """The tasks of a file of one JSON object a line that belong to ``split``; ``text`` is the field with the task.
+
+    Raises ``ConfigError``: there is no such file, a line is none of ``model``, or no task belongs to ``split``.
+    """
+    try:
+        every = _read(str(path), Path(path).stat().st_mtime_ns, model)
+    except OSError as error:
+        raise ConfigError(f"the tasks {str(path)!r} cannot be read: {error.strerror or error}") from error
+    tasks = tuple(task for task in every if split is None or part_of(getattr(task, text)) == split)
+    if not tasks:
+        raise ConfigError(f"{path} holds {len(every)} tasks, none of which belongs to split={split!r}: add more")
+    return tasks
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: str, modified: int, model: type[T]) -> tuple[T, ...]:
+    tasks = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(model.model_validate_json(line))
+        except ValidationError as error:
+            told = (".".join(map(str, item["loc"])) + ": " * bool(item["loc"]) + item["msg"] for item in error.errors())
+            problems = "; ".join(told)
+            raise ConfigError(f"{path}, line {number}: {problems}") from None
+    return tuple(tasks)

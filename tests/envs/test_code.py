@@ -1,0 +1,467 @@
+"""Programming tasks: the reference programs against other implementations, and programs that do their worst."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import re
+import shutil
+import statistics
+import uuid
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from requiring import require
+
+import agentkit
+from agentkit.envs import shared
+from agentkit.envs.adapters import Blocking
+from agentkit.envs.base import expert_actions
+from agentkit.envs.code_contest import CodeContest
+from agentkit.envs.code_contest.env import program_in
+from agentkit.envs.code_contest.families import FAMILIES, draw
+from agentkit.envs.code_contest.task import Case, Task
+from agentkit.envs.portal import portal
+from agentkit.envs.programs import SOURCE_LIMIT, Limits, runner
+from agentkit.envs.tasks import part_of
+from agentkit.errors import ConfigError, EnvCrashed, RegistryError
+from agentkit.sandboxes import Sandbox
+
+BACKENDS = ["local", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])]
+MEMORY = 128 << 20
+LIMITS = Limits(seconds=1, memory=MEMORY)
+ECHO = Task(statement="Print the input.", tests=(Case(input="one", output="one\n"), Case(input="two", output="two\n")))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def sandboxes(request):
+    """A share in the sandboxes of a back end, of which none is left in the end."""
+    backend = request.param
+    if backend == "local":
+        require(shutil.which("bwrap") is not None, "install bubblewrap")
+    else:
+        require("docker", "pip install 'agentkit-rl[docker]'")
+    share = runner(backend, MEMORY)
+    try:
+        portal().run(share._use(lambda shared: shared.run("print(1)", [""], LIMITS)))
+    except EnvCrashed as error:
+        require(False, f"run `.ci/docker` ({error})")
+    labels = pool_labels(backend)
+    yield backend, share
+    portal().run(share._give_back())
+    assert not shared._entries
+    assert portal().run(Sandbox.list(labels=labels, backend=backend)) == []
+
+
+def pool_labels(backend):
+    entry: Any = shared._entries["programs", backend, MEMORY]
+    return {"pool": entry.resource._pool._care._spec.labels["pool"]}
+
+
+async def run(sandboxes, source, *inputs, limits=LIMITS):
+    return await sandboxes[1].use(lambda shared: shared.run(source, inputs or [""], limits))
+
+
+# Tasks.
+
+
+def numbers_of(text):
+    return [int(word) for word in text.split()[1:]]
+
+
+def longest_run(text):
+    """By regular expressions."""
+    best = max((match.group() for match in re.finditer(r"(.)\1*", text.strip())), key=len)
+    return best[0], len(best)
+
+
+def first_wrong_bracket(text):
+    """By deleting adjacent pairs: the place where the shortest bad prefix ends, or the balance."""
+    text = text.strip()
+
+    def reduced(part):
+        while (shorter := part.replace("()", "").replace("[]", "").replace("{}", "")) != part:
+            part = shorter
+        return part
+
+    for end in range(1, len(text) + 1):
+        if any(bracket in reduced(text[:end]) for bracket in ")]}"):
+            return end - 1
+    return "open" if reduced(text) else None
+
+
+def ways(amount, *coins):
+    """By counting the multiples of the two larger coins."""
+    first, second = coins
+    return sum((amount - second * k) // first + 1 for k in range(amount // second + 1))
+
+
+def reference(statement, text):
+    """What a task wants, computed otherwise than by its own program."""
+    a = [int(number) for number in re.findall(r"\d+", statement)]
+    if "sum of those" in statement:
+        return str(sum(x for x in numbers_of(text) if not x % a[0] and x > a[1]))
+    if "th largest" in statement:
+        values = np.unique(numbers_of(text))[::-1]
+        return str(values[a[0] - 1]) if len(values) >= a[0] else f"-{a[2]}"
+    if "consecutive" in statement:
+        sums = np.concatenate([[0], np.cumsum(numbers_of(text))])
+        found = [sums[j] - sums[i] for i, j in itertools.combinations(range(len(sums)), 2) if j - i >= a[0]]
+        return str(max(found)) if found else "NONE"
+    if "mean" in statement:
+        return a[0] * statistics.fmean(numbers_of(text)) + a[1]
+    if "common multiple" in statement:
+        multiple = 1
+        for x in numbers_of(text):
+            multiple = multiple * x // math.gcd(multiple, x)
+        return str(multiple % a[0])
+    if "alphabet (after" in statement:
+        table = {97 + k: 97 + (k + a[0]) % 26 for k in range(26)}
+        letters = list(text.strip().translate(table))
+        del letters[a[1] - 1 :: a[1]]
+        return "".join(letters)
+    if "longest run" in statement:
+        letter, length = longest_run(text)
+        return f"{letter} {length + a[0]}"
+    if "brackets" in statement:
+        place = first_wrong_bracket(text)
+        return "OPEN" if place == "open" else str(len(text.strip()) // 2 * a[0] if place is None else place + a[1])
+    if "holds words" in statement:
+        often = sorted({word for word in text.split() if text.split().count(word) >= a[0]})
+        return "\n".join(often) or str(len(text.split()) + a[1])
+    if "matrix" in statement:
+        matrix = np.array([line.split() for line in text.splitlines()[1:]], int)
+        return str(matrix.sum(1).max() + a[0] * matrix.sum(0).min())
+    if "coins" in statement:
+        return str(ways(int(text), a[1], a[2]))
+    assert "digits whose sum" in statement
+    sums = sum(sum(map(int, f"{k}")) % a[1] == 0 for k in range(1, int(text) + 1) if not f"{k}".endswith(f"{a[2]}"))
+    return str(sums)
+
+
+def test_every_kind_of_task_wants_what_its_text_says():
+    seen = Counter()
+    for seed in range(150):
+        task = draw(np.random.default_rng(seed), None)
+        seen[re.sub(r"\d+", "#", task.statement)] += 1
+        for case in task.tests + task.examples:
+            wanted = reference(task.statement, case.input)
+            if isinstance(wanted, float):
+                assert float(case.output) == pytest.approx(wanted, abs=1e-9)
+            else:
+                assert case.output == f"{wanted}\n", (task.statement, case)
+    assert len(seen) == len(FAMILIES)
+
+
+def test_the_parts_share_no_task_and_a_seed_gives_one_task():
+    train = {draw(np.random.default_rng(seed), "train").statement for seed in range(60)}
+    test = {draw(np.random.default_rng(seed), "test").statement for seed in range(60)}
+    assert not train & test
+    assert {part_of(statement) for statement in test} == {"test"}
+    assert draw(np.random.default_rng(5), "train") == draw(np.random.default_rng(5), "train")
+
+
+@pytest.mark.parametrize(
+    ("compare", "output", "expected", "same"),
+    [
+        ("tokens", "1  2\n3", "1 2 3\n", True),
+        ("tokens", "1 2", "12", False),
+        ("tokens", "1.0", "1", False),
+        ("tokens", "", "\n", True),
+        ("exact", "a \nb\n\n", "a\nb", True),
+        ("exact", " a", "a", False),
+        ("exact", "a\n\nb", "a\nb", False),
+        ("exact", "a b", "a  b", False),
+        ("float", "0.3333333", "0.333333333", True),
+        ("float", "0.3334", "0.333333333", False),
+        ("float", "1e6", "1000000.5", True),
+        ("float", "1000002", "1000000.5", False),
+        ("float", "nan", "1", False),
+        ("float", "inf", "1e308", False),
+        ("float", "1 2", "1", False),
+        ("float", "yes 1.0000001", "yes 1", True),
+        ("float", "1" * 10_000, "1", False),
+        ("float", "\x00", "1", False),
+    ],
+)
+def test_outputs_are_compared_as_the_task_says(compare, output, expected, same):
+    assert Task(statement="x", tests=ECHO.tests, compare=compare).accepts(output, expected) is same
+
+
+def test_a_program_is_the_last_fenced_block_or_everything():
+    assert program_in("print(1)") == "print(1)"
+    assert program_in("First\n```\nold\n```\nthen\n```python\nprint(2)\n```\ndone") == "print(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: Invalid JSON"),
+        ("[]", "line 2"),
+        ('{"statement": "x"}', "line 2: tests: Field required"),
+        ('{"statement": "x", "tests": []}', "line 2: tests"),
+        ('{"statement": "x", "tests": [{"input": "", "output": ""}], "compare": "near"}', "line 2: compare"),
+        ('{"statement": "x", "tests": [{"input": "", "output": ""}], "teste": 1}', "line 2: teste"),
+    ],
+)
+def test_a_malformed_file_is_told_by_line(tmp_path, line, words):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f"{ECHO.model_dump_json()}\n{line}\n")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        CodeContest(path=str(path))
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    wrong: list[dict[str, Any]] = [{"max_turns": 0}, {"time_limit": 0}, {"split": "dev"}]
+    for kwargs in wrong:
+        with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
+            CodeContest(**kwargs)
+    with pytest.raises(ConfigError, match="memory="):
+        CodeContest(memory="much")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        CodeContest(path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(RegistryError, match="backend"):
+        agentkit.make("CodeContest-v0", backends="local")
+
+
+# Episodes.
+
+
+@contextlib.asynccontextmanager
+async def episode(backend, task=ECHO, **kwargs):
+    env = CodeContest(backend=backend, memory=MEMORY, time_limit=1, **kwargs)
+    await env.reset(seed=0)
+    env.task = task
+    yield env
+    await env.close()
+
+
+async def test_the_expert_solves_what_is_drawn(sandboxes):
+    env = CodeContest(backend=sandboxes[0], memory=MEMORY, split="train")
+    for seed in range(4):
+        observation, _ = await env.reset(seed=seed)
+        assert env.task is not None
+        assert env.task.statement in observation
+        assert all(case.input.strip() not in observation for case in env.task.tests if len(case.input) > 40)
+        (program,) = env.expert()
+        _, reward, terminated, _, info = await env.step(program)
+        assert (reward, terminated, info["success"]) == (1.0, True, True)
+        with pytest.raises(ResetNeeded):
+            await env.step(program)
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "partial", "reward"),
+    [
+        ("print(input())", False, 1.0),
+        ("print('one')", False, 0.0),
+        ("print('one')", True, 0.5),
+        ("print('two')", True, 0.5),
+        ("print('two')", False, 0.0),
+        ("print(input()); raise SystemExit(3)", True, 0.0),
+        ("this is no program", True, 0.0),
+    ],
+)
+async def test_the_reward_is_for_passed_tests(sandboxes, program, partial, reward):
+    async with episode(sandboxes[0], partial_credit=partial) as env:
+        _, earned, terminated, truncated, info = await env.step(program)
+    assert (earned, terminated, truncated, info["success"]) == (reward, True, False, reward == 1.0)
+    assert info.get("metrics") == ({"tests_passed": reward} if partial else None)
+
+
+@pytest.mark.parametrize("program", ["", " \n", "#" * (SOURCE_LIMIT + 1)])
+async def test_what_is_no_program_needs_no_sandbox(program):
+    async with episode("there is no such back end") as env:
+        _, reward, terminated, _, info = await env.step(program)
+    assert (reward, terminated, info) == (0.0, True, {"success": False, "action_valid": False})
+
+
+async def test_with_several_turns_the_examples_give_feedback(sandboxes):
+    task = Task(statement="Print n + 1.", examples=(Case(input="1", output="2"),), tests=(Case(input="5", output="6"),))
+    async with episode(sandboxes[0], task, max_turns=4) as env:
+        said, reward, terminated, _, _ = await env.step("print(int(input()) * 3)")
+        assert (reward, terminated) == (0.0, False)
+        assert "Expected:\n2" in said
+        assert "wrote:\n3" in said
+        said = (await env.step("print(1 / 0)"))[0]
+        assert "ZeroDivisionError" in said
+        said = (await env.step("print(2)"))[0]
+        assert said == "Right on the examples, but not on all hidden tests."
+        said, reward, terminated, _, info = await env.step("print(int(input()) + 1)")
+        assert (said, reward, terminated, info["success"]) == ("Correct.", 1.0, True, True)
+    assert CodeContest.max_turns_for(max_turns=4) == 4
+    assert "up to 4 programs" in CodeContest.instructions_for(max_turns=4)
+
+
+async def test_a_users_tasks_are_read(sandboxes, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(
+        json.dumps({"statement": "Say hi.", "tests": [{"input": "", "output": "hi"}], "solution": "print('hi')"})
+    )
+    env = Blocking(CodeContest(path=str(path), backend=sandboxes[0], memory=MEMORY))
+    try:
+        assert (await asyncio.to_thread(env.reset, seed=3))[0] == "Say hi."
+        action = next(expert_actions(env))
+        assert (await asyncio.to_thread(env.step, action))[1] == 1.0
+    finally:
+        await asyncio.to_thread(env.close)
+
+
+# Programs that do their worst. Each runs twice in a row, so that the second sees what the first left behind.
+
+LEFT = """
+import os
+print(sorted(os.listdir('/tmp') + os.listdir('/dev/shm')), len(os.listdir('..')), end=' ')
+print(len([name for name in os.listdir('/proc') if name.isdigit()]))
+"""
+"""Files elsewhere, directories of runs, and processes: its own directory, and itself beside the sandbox's two."""
+
+HOSTILE = {
+    "busy forever": ("while True: pass", {"time limit"}),
+    "asleep forever": ("import time; time.sleep(1000)", {"time limit"}),
+    "deaf to its end": (
+        "import signal\nfor n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+        {"time limit", "runtime error"},
+    ),
+    "memory of one": ("x = bytearray(10**9)", {"memory limit"}),
+    "memory of many": (
+        "import os, time\nfor _ in range(9):\n    if os.fork() == 0: break\n"
+        "x = bytearray(100 << 20)\nx[:] = b'1' * len(x)\ntime.sleep(3)",
+        {"memory limit", "runtime error", "time limit"},
+    ),
+    "processes": ("import os\nwhile True: os.fork()", {"runtime error", "time limit"}),
+    "processes elsewhere": (
+        "import os\nif os.fork(): os._exit(0)\nos.setsid()\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        {"", "runtime error", "time limit"},
+    ),
+    "output": ("while True: print('x' * 10_000)", {"output limit", "time limit"}),
+    "much output": ("print('x' * 10_000_000)", {"output limit"}),
+    "disk": ("f = open('/tmp/x', 'wb')\nwhile True: f.write(b'x' * 10**6)", {"runtime error"}),
+    "kills all": ("import os; os.kill(-1, 9)", {"runtime error"}),
+    "kills each": (
+        "import os\nfor p in range(1, 400):\n    try:\n        if p != os.getpid(): os.kill(p, 9)\n"
+        "    except OSError: pass\n"
+        "os.killpg(os.getpgid(os.getppid()), 9)",
+        {"runtime error"},
+    ),
+    "stack": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        {"runtime error", "memory limit", "time limit"},
+    ),
+    "network": ("import socket; socket.create_connection(('1.1.1.1', 53), timeout=2)", {"runtime error"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_program_that_does_its_worst_fails_and_leaves_nothing(sandboxes, name):
+    source, endings = HOSTILE[name]
+    first, second = await run(sandboxes, source, "a", "b")
+    assert {first.failure, second.failure} <= endings, (first, second)
+    assert len(first.stdout) <= LIMITS.output + 100
+    (after,) = await run(sandboxes, LEFT)
+    assert after.failure == ""
+    assert after.stdout == "[] 1 3\n"
+
+
+async def test_a_greedy_program_fails(sandboxes):
+    """The everyday part of the above."""
+    (run_,) = await run(sandboxes, "x = bytearray(10**9)")
+    assert run_.failure == "memory limit"
+    (run_,) = await run(sandboxes, "import os; os.kill(-1, 9)")
+    assert run_.failure == "runtime error"
+    assert "PermissionError" in run_.stderr
+    (run_,) = await run(sandboxes, "print('x' * 1_000_000)")
+    assert run_.failure == "output limit"
+
+
+async def test_expected_outputs_and_the_host_cannot_be_read(sandboxes):
+    secret = uuid.uuid4().hex
+    look = """
+import os
+for root in ('/proc', '/tmp', '/workspace', '/dev/shm', '/run', '/home', '/root', '/work', '/var'):
+    for where, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in ('task', 'fdinfo', 'sys', 'map_files', 'ns', 'attr')]
+        for name in files:
+            path = os.path.join(where, name)
+            if 'kmsg' in path or 'kcore' in path or 'pagemap' in path: continue
+            try:
+                with open(path, 'rb') as f:
+                    os.set_blocking(f.fileno(), False)
+                    data = f.read(65536) or b''
+            except OSError: continue
+            if b'WANTED' in data.replace(b'"', b'') or b'expected' in path.encode(): print(path, data[:100])
+            os.write(2, data[:20])
+print(os.environ)
+"""
+    task = Task(statement="x", tests=(Case(input="a", output=secret),))
+    async with episode(sandboxes[0], task) as env:
+        assert (await env.step(f"{look}\nprint(open('/proc/self/environ').read())"))[1] == 0.0
+    (found,) = await run(sandboxes, look, limits=Limits(seconds=3, memory=MEMORY, output=4 << 20))
+    assert secret not in found.stdout + found.stderr
+    assert "AGENTKIT" not in found.stdout.replace("AGENTKIT_JOB", "")
+
+
+async def test_nothing_of_a_program_is_there_for_the_next(sandboxes):
+    leave = (
+        "import os\nopen('/tmp/note', 'w').write('x')\nopen('../note', 'w').write('x')\nos.mkdir('/dev/shm/d', 0o000)\n"
+        "if os.fork() == 0:\n    os.setsid()\n    [os.close(k) for k in range(3)]\n    import time; time.sleep(1000)"
+    )
+    for _ in range(2):
+        (left,) = await run(sandboxes, leave)
+        assert left.failure == ""
+        (seen,) = await run(sandboxes, LEFT)
+        assert seen.stdout == "[] 1 3\n"
+
+
+# Sandboxes that fail.
+
+
+async def remove_all(backend, labels):
+    there = await Sandbox.list(labels=labels, backend=backend)
+    for one in there:
+        with contextlib.suppress(Exception):
+            box = await Sandbox.connect(one.id, backend=backend)
+            await box.close(remove=True)
+    return len(there)
+
+
+@pytest.mark.slow
+async def test_a_lost_sandbox_is_replaced_and_then_voids_the_episode(sandboxes):
+    backend = sandboxes[0]
+    labels = pool_labels(backend)
+    slow = asyncio.ensure_future(run(sandboxes, "import time; time.sleep(3); print(input())", "x"))
+    await asyncio.sleep(1.5)
+    assert await portal().call(remove_all(backend, labels))
+    (again,) = await slow
+    assert (again.stdout, again.failure) == ("x\n", "")
+
+    slow = asyncio.ensure_future(run(sandboxes, "import time; time.sleep(5); print(input())", "x"))
+    while not slow.done():
+        await portal().call(remove_all(backend, labels))
+        await asyncio.sleep(0.5)
+    with pytest.raises(EnvCrashed, match="sandbox for the program failed"):
+        await slow
+
+
+async def test_without_an_engine_there_is_no_score(monkeypatch):
+    require("docker", "pip install 'agentkit-rl[docker]'")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
+    env = CodeContest(backend="docker", memory="65m")
+    await env.reset(seed=0)
+    with pytest.raises(EnvCrashed, match="sandbox"):
+        await env.step("print(1)")
+    await env.close()
+
+
+async def test_a_cancelled_run_gives_its_sandbox_back(sandboxes):
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(run(sandboxes, "import time; time.sleep(1000)"), 0.5)
+    (after,) = await run(sandboxes, "print('fine')")
+    assert after.stdout == "fine\n"
