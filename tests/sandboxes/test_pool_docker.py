@@ -50,6 +50,7 @@ class Injector:
 
     async def agent(self, id: str) -> int:
         """The agent's process, by the host's numbers: the only child of the container's init."""
+        require(os.geteuid() == 0, "run as root: the case reaches into a sandbox from outside")
 
         def find() -> int:
             main = self._client.containers.get(id).attrs["State"]["Pid"]
