@@ -55,7 +55,7 @@ async def awaited(client: DockerClient, quick: bool) -> list[Figure]:
         add(await ours.acquire(backend, "running", 20 if quick else 200))
         add(await ours.acquire(backend, "paused", 20 if quick else 200))
         add(await ours.recovery(backend, client, 2 if quick else 20))
-        add(await ours.density(backend, 8 if quick else 150))
+        add(await ours.density(backend, client, 8 if quick else 150))
     finally:
         await backend.close()
     return figures
@@ -68,10 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     quick: bool = arguments.quick
     client = DockerClient.from_env(timeout=120, max_pool_size=ours.AT_ONCE)
-    machine = (
-        f"{os.cpu_count()} CPUs with a load of {os.getloadavg()[0]:.1f} at the start, Linux {platform.release()}, "
-        f"Docker {client.version()['Version']}, Python {platform.python_version()}."
-    )
+    begin = os.getloadavg()[0]
     build_environments()
     rivals = swe_rex.measure(arguments.swe_rex_venv, DEFAULT_IMAGE, 20 if quick else 300)
     figures = asyncio.run(awaited(client, quick))
@@ -79,6 +76,10 @@ def main() -> None:
     figures += ours.env_step(20 if quick else 500)
     figures += ours.orphans(client, 3 if quick else 20)
     figures += rivals
+    machine = (
+        f"{os.cpu_count()} CPUs with a load of {begin:.1f} at the beginning and {os.getloadavg()[0]:.1f} at the end, "
+        f"Linux {platform.release()}, Docker {client.version()['Version']}, Python {platform.python_version()}."
+    )
     print(f"{machine}\n\n{table(figures)}")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     rows = [{**asdict(figure), "met": figure.met} for figure in figures]

@@ -21,8 +21,8 @@ with SWE-ReX: its own client and Docker deployment, its server in a container of
 Times are round trips as the caller sees them. `exec` is `Sandbox.exec(["true"])`; most of it is the start of the
 program itself. Agents share the pages of their interpreter: PSS counts these once for all sandboxes of an image, RSS
 once in each. Sandboxes are taken from a pool while it makes none. Crashes are made by `docker kill`, whose own time
-counts. A recovery has ended when the next command has run. Memory of idle sandboxes is what the machine has less, the
-engine's processes included.
+counts. A recovery has ended when the next command has run. What the machine has less memory means little while other
+programs run.
 """
 
 
