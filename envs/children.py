@@ -149,6 +149,8 @@ class Child:
 
     def call(self, name: str, *arguments: Any, timeout: float) -> tuple[str, Any]:
         """The kind and the value of an answer; ``timeout`` in seconds. Raises ``EnvCrashed``, ``EnvTimeout``."""
+        if self._connection is not None and self._owner != os.getpid():
+            self.kill()  # a forked copy of this process leaves its parent's child alone
         if self._connection is None:
             self._pid, self._connection = _nursery(self._module).fork()
             self._owner = os.getpid()

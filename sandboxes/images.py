@@ -78,7 +78,7 @@ def build_environments(
     own = dict(_own_files())
     with _engine(host) as client:
         probed = _Probed(client, base)
-        filled = _packages(client, base, pins, probed, _installed())
+        filled = _packages(client, base, pins, probed, _host_versions())
         recipe = _recipe("env")
         content = _digest(filled, recipe, *(part for item in sorted(own.items()) for part in item))
         if (found := _inspect(client, tag)) and _label(found) == content:
@@ -232,7 +232,7 @@ class _Probed:
         return _probe(self._client, self._image)
 
 
-def _installed() -> list[str]:
+def _host_versions() -> list[str]:
     """This host's distributions at their versions."""
     pinned: dict[str, str] = {}
     for found in metadata.distributions():
