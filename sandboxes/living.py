@@ -58,6 +58,7 @@ class Living:
         self._loss: str | None = None
         self._tainted = False
         self._expired = False
+        self._finding: asyncio.Task[dict[str, Any]] | None = None
         self._in_flight = 0
         self._changing = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
@@ -217,6 +218,8 @@ class Living:
         if self._channel is not None:
             with contextlib.suppress(asyncio.TimeoutError, SandboxError):
                 await asyncio.wait_for(self._channel.close(), ANSWER_GRACE)
+        if self._finding is not None:
+            await asyncio.wait({self._finding})  # nobody can say how it ended once it is gone
         if remove:
             await self._engine(self.backend.remove(self.id), "close")
             await self._claim.drop()
@@ -285,13 +288,15 @@ class Living:
             await self._engine(self.backend.restore(self.id, origin), "restore", CALL_TIMEOUT)
 
     def _adopt(self, channel: Channel) -> None:
-        self._channel = channel
+        self._channel, self._finding = channel, None
         channel.lost.add_done_callback(lambda lost: self._on_lost(channel))
 
     def _on_lost(self, channel: Channel) -> None:
         if channel is not self._channel or channel.lost.cancelled() or self.state in ("stopping", "removed"):
             return
         self._loss = channel.lost.result()
+        if self._loss == "agent_dead" and self._in_flight:
+            self._finding = asyncio.ensure_future(self._find_out())
         self._fall_ill(f"connection lost: {self._loss}")
 
     def _fall_ill(self, cause: str) -> None:
@@ -340,8 +345,8 @@ class Living:
         try:
             return await asyncio.wait_for(work, limit)
         except SandboxLost as error:
-            if error.details.get("reason") == "agent_dead" and channel is self._channel:
-                await self._find_out(error)
+            if error.details.get("reason") == "agent_dead" and channel is self._channel and self._finding is not None:
+                await self._explain(error, self._finding)
             raise
         except asyncio.TimeoutError:
             if channel is self._channel:
@@ -351,12 +356,17 @@ class Living:
                 f"sandbox {self.id} did not answer for {limit:g} s; replace or restart it", reason="agent_dead"
             ) from None
 
-    async def _find_out(self, error: SandboxLost) -> None:
-        """Why a connection ended: with its sandbox (which the engine learns a moment later), or alone."""
-        with contextlib.suppress(SandboxError, asyncio.TimeoutError):
-            error.details.update(await asyncio.wait_for(self._end_seen(), _FIND_OUT))
-            self._loss = error.details["reason"]
+    async def _explain(self, error: SandboxLost, finding: asyncio.Future[dict[str, Any]]) -> None:
+        if found := await asyncio.shield(finding):
+            self._loss = found["reason"]
+            error.details.update(found)
             error.args = (f"{error} (the engine: {self._loss})",)
+
+    async def _find_out(self) -> dict[str, Any]:
+        """Why a connection ended: with its sandbox (which the engine learns a moment later), or alone, or unknown."""
+        with contextlib.suppress(SandboxError, asyncio.TimeoutError):
+            return await asyncio.wait_for(self._end_seen(), _FIND_OUT)
+        return {}
 
     async def _end_seen(self) -> dict[str, Any]:
         seen = await self.backend.inspect(self.id)
