@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -33,6 +34,8 @@ def nursery(control_fd: int, serve: Serve) -> None:
     control = socket.socket(fileno=control_fd)
     parent = os.getppid()
     children: set[int] = set()
+    gc.collect()
+    gc.freeze()  # a child's collector would otherwise touch, and so copy, all that they share
     try:
         while os.getppid() == parent:
             if not select.select([control], [], [], _PARENT_CHECK_S)[0]:

@@ -24,7 +24,7 @@ from agentkit.errors import ConfigError, EnvCrashed
 
 Expert = Literal["planner", "handcoded"]
 STEP_TIMEOUT = 30.0
-LOAD_TIMEOUT = 60.0
+LOAD_TIMEOUT = 120.0
 PLAN_TIMEOUT = 60.0
 """Seconds. A planner may search for ever."""
 _ENGINE = "agentkit.envs.alfworld.engine"
