@@ -20,12 +20,9 @@ def test_list_names_every_environment():
     output = run("list").output
     assert all(name in output for name in ("FrozenLake-v1", "Sokoban-v0", "Countdown-v0", "built-in"))
     rows = json.loads(run("list", "--json", "--load").output)
-    assert {row["id"]: row["error"] for row in rows if row["source"] == "built-in"} == {
-        "Countdown-v0": None,
-        "FrozenLake-v1": None,
-        "Sokoban-v0": None,
-        "WebShop-v0": None,
-    }
+    errors = {row["id"]: row["error"] for row in rows if row["source"] == "built-in"}
+    assert {"Countdown-v0", "FrozenLake-v1", "Sokoban-v0", "WebShop-v0"} <= set(errors)
+    assert set(errors.values()) == {None}
 
 
 def test_info_tells_rules_and_arguments():

@@ -401,7 +401,7 @@ class Visible(HTMLParser):
         if tag == "input" and values["type" if "type" in values else "name"] == "radio":
             self.labels[values["value"]] = values["name"]
         if tag == "button" and "value" in values:
-            self.labels[values["value"][6:-1]] = "button"
+            self.labels[str(values["value"])[6:-1]] = "button"
 
     def handle_endtag(self, tag):
         assert self._path.pop() == tag
@@ -618,6 +618,7 @@ print(json.dumps({**found, "search": sorted(times["search"])[len(times["search"]
 """
 
 
+@pytest.mark.slow
 def test_a_thousand_instances_share_one_small_catalogue(small):
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(reference.SMALL)], capture_output=True, text=True, timeout=110, check=True
