@@ -442,7 +442,8 @@ async def test_a_lost_sandbox_is_replaced_and_then_voids_the_episode(sandboxes):
     (again,) = await slow
     assert (again.stdout, again.failure) == ("x\n", "")
 
-    slow = asyncio.ensure_future(run(sandboxes, "import time; time.sleep(5); print(input())", "x"))
+    patient = Limits(seconds=20, memory=MEMORY)
+    slow = asyncio.ensure_future(run(sandboxes, "import time; time.sleep(150); print(input())", "x", limits=patient))
     while not slow.done():
         await portal().call(remove_all(backend, labels))
         await asyncio.sleep(0.5)

@@ -157,9 +157,9 @@ def test_a_failure_costs_its_own_episode(id: str, mode: str, faults: list[str]) 
         start = time.monotonic()
         vector.close()
     assert time.monotonic() - start < 5
-    assert sum(thread.name.startswith("agentkit-vector") for thread in threading.enumerate()) <= 1, (
-        "but for the hung one"
-    )
+    while sum(thread.name.startswith("agentkit-vector") for thread in threading.enumerate()) > 1:  # the hung one stays
+        assert time.monotonic() - start < 10
+        time.sleep(0.01)
 
 
 def test_environments_wait_together() -> None:
