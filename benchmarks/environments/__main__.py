@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -20,10 +19,13 @@ import platform
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import agentkit
+from agentkit import registry
+from agentkit.envs.base import AsyncTextEnv
 from agentkit.errors import AgentkitError
 from agentkit.sandboxes.images import build_environments
 from benchmarks.environments.page import PAGE, figures, table
@@ -33,7 +35,13 @@ SOKOBAN = Path("benchmarks/results/gym-sokoban")
 IMAGE = "agentkit/env:benchmark"
 """The ordinary image, and what AlfWorld and Math need beyond it; a tag of its own leaves the ordinary one alone."""
 DOCKER = {"sandbox_spec": {"image": IMAGE}}
-PLACES = [("in-process", "async", {}), ("process", "process", {}), ("Docker", "docker", DOCKER)]
+PLACES = [
+    ("in-process", None, {}),
+    ("in-process vector", "async", {}),
+    ("process", "process", {}),
+    ("Docker", "docker", DOCKER),
+]
+"""Where, the mode of ``make_vec`` (None for ``make``), arguments."""
 OWN_SANDBOXES = {
     "CodeContest-v0": [
         ("in-process, programs local", "async", {"backend": "local"}),
@@ -83,9 +91,9 @@ def gym_sokoban() -> str:
     return python
 
 
-def measured(python: str, module: str, order: dict[str, Any]) -> dict[str, Any]:
+def measured(python: str, order: dict[str, Any]) -> dict[str, Any]:
     """The figures of one row, or why there are none."""
-    command = [python, "-W", "ignore", "-m", "benchmarks.environments.measure", f"benchmarks.environments.{module}"]
+    command = [python, "-W", "ignore", "-m", "benchmarks.environments.measure"]
     patience = 4 * order["seconds"] + 300
     try:
         said = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, timeout=patience)
@@ -107,25 +115,28 @@ def rows(id: str, order: dict[str, Any], docker: str | None) -> list[dict[str, A
         row = {"id": id, "where": where}
         try:
             python = gym_sokoban() if rival == "Sokoban" else sys.executable
-            ordered = {**order, "scripts": theirs, "arguments": {"rival": rival, **arguments}}
-            found.append({**row, **measured(python, "rivals", ordered)})
+            ordered = {**order, "scripts": theirs, "players": {"kind": rival, **arguments}}
+            found.append({**row, **measured(python, ordered)})
         except subprocess.SubprocessError as error:
             found.append({**row, "error": f"cannot be installed: {error}"})
     for where, mode, kwargs in OWN_SANDBOXES.get(id, PLACES):
         row = {"id": id, "where": where}
+        if mode is None and issubclass(registry.env_class(id), AsyncTextEnv):
+            continue  # coroutines need somebody who runs them: the vector
         if docker is not None and "Docker" in where:
             found.append({**row, "error": docker})
             continue
-        ordered = {**order, "scripts": ours, "arguments": {"id": id, "mode": mode, "kwargs": kwargs}}
-        found.append({**row, **measured(sys.executable, "ours", ordered)})
+        vector = {"kind": "Vector", "id": id, "mode": mode, "kwargs": kwargs}
+        ordered = {**order, "scripts": ours, "players": vector if mode else {"kind": "Made", "id": id}}
+        found.append({**row, **measured(sys.executable, ordered)})
     return found
 
 
 def no_docker() -> str | None:
     """Build the image; why that cannot be."""
-    packages = {"alfworld": "alfworld", "math-verify": "math_verify"}
+    packages = {"alfworld": "alfworld", "math-verify": "math_verify", "psutil": "psutil"}
     try:
-        build_environments(packages=[p for p, module in packages.items() if importlib.util.find_spec(module)], tag=IMAGE)
+        build_environments(packages=[p for p, module in packages.items() if find_spec(module)], tag=IMAGE)
     except AgentkitError as error:
         return f"{type(error).__name__}: {error}"
     return None

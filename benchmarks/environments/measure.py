@@ -1,72 +1,46 @@
 """One row of the table, measured by a process of its own: plays given episodes, and weighs what plays them.
 
-Invariant: imports nothing but the standard library, so that any Python that has a rival can run it.
-
-Episodes are played twice, half of them by one instance, which times ``reset`` and ``step``, and half by several at
-once, which gives steps a second and memory.
+Invariant: imports only the standard library until there are players, so that any Python that has a rival can run it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import sys
 import time
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from benchmarks.environments import players
 
 Script = tuple[Any, list[Any]]
 """A task (a seed, or what a rival takes for one), and the actions of its episode."""
 
 
-class Failed(Exception):
-    """A ``reset`` that failed."""
-
-
-class Players(Protocol):
-    """Several instances of one environment."""
-
-    def reset(self, chosen: Sequence[int], tasks: Sequence[Any]) -> None:
-        """Begin an episode in the chosen ones. Raises ``Failed``."""
-        ...
-
-    def step(self, actions: Sequence[Any]) -> tuple[Sequence[bool], Sequence[bool], Sequence[bool]]:
-        """One action in each: whether it ended its episode, solved the task, and failed."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Kind(Protocol):
-    """A module with players."""
-
-    def players(self, count: int, **arguments: Any) -> Players: ...
-
-    def elsewhere(self) -> set[int]:
-        """Processes that work for this one and that it did not start, such as an engine's."""
-        ...
-
-
-def play(players: Players, count: int, scripts: Sequence[Script], episodes: int, seconds: float) -> dict[str, Any]:
-    """Play ``episodes`` of them, or for ``seconds``: times in seconds, and counts."""
-    resets, steps, source = array("d"), array("d"), cycle(scripts)
+def play(those: Any, count: int, scripts: Sequence[Script], episodes: int, seconds: float) -> dict[str, Any]:
+    """Play ``episodes`` of them with ``count`` players, or for ``seconds``: times in seconds, and counts. What happens
+    once only (processes and containers start, files are read) is over by then: it is in ``start``."""
+    resets: list[float] = []
+    steps: list[float] = []
+    source, due = cycle(scripts), list(range(count))
     taken = ended = solved = failures = 0
-    left: list[list[Any]] = [[] for _ in range(count)]
-    due = list(range(count))
+    left: list[list[Any]] = [[] for _ in due]
     begin = time.perf_counter()
+    with contextlib.suppress(players.Failed):  # then it fails again, and counts
+        those.reset(due, [scripts[-1][0]] * count)
+    start_s, begin = time.perf_counter() - begin, time.perf_counter()
     while ended + failures < episodes and time.perf_counter() - begin < seconds:
         if due:
             drawn = [next(source) for _ in due]
             start = time.perf_counter()
             try:
-                players.reset(due, [task for task, _ in drawn])
-            except Failed as error:
+                those.reset(due, [task for task, _ in drawn])
+            except players.Failed as error:
                 print(error, file=sys.stderr)
                 failures += 1
                 continue
@@ -74,7 +48,7 @@ def play(players: Players, count: int, scripts: Sequence[Script], episodes: int,
             for k, (_, actions) in zip(due, drawn, strict=True):
                 left[k] = actions[::-1]
         start = time.perf_counter()
-        over, won, broken = players.step([actions.pop() for actions in left])
+        over, won, broken = those.step([actions.pop() for actions in left])
         steps.append(time.perf_counter() - start)
         taken += count
         due = [k for k in range(count) if over[k] or not left[k]]
@@ -83,7 +57,7 @@ def play(players: Players, count: int, scripts: Sequence[Script], episodes: int,
         solved += sum(bool(won[k]) for k in due)
     return {
         "seconds": time.perf_counter() - begin, "taken": taken, "ended": ended, "solved": solved,
-        "failures": failures, "resets": list(resets), "steps": list(steps),
+        "failures": failures, "resets": resets, "steps": steps, "start": start_s,
     }  # fmt: skip
 
 
@@ -100,19 +74,19 @@ def proportional(roots: Iterable[int]) -> int:
     return total
 
 
-def measure(kind: Kind, order: dict[str, Any]) -> dict[str, Any]:
-    """What ``__main__.order`` asks for."""
-    count, half, seconds = order["instances"], (order["episodes"] + 1) // 2, order["seconds"]
-    one = kind.players(1, **order["arguments"])
+def measure(order: dict[str, Any]) -> dict[str, Any]:
+    """Half of the episodes by one player, half by several at once, and the bytes that each of these adds to the one."""
+    count, half = order["instances"], ((order["episodes"] + 1) // 2, order["seconds"])
+    one = players.make(1, **order["players"])
     try:
-        alone = play(one, 1, order["scripts"], half, seconds)
+        alone = play(one, 1, order["scripts"], *half)
         gc.collect()
-        before = proportional({os.getpid(), *kind.elsewhere()})
-        several = kind.players(count, **order["arguments"])
+        before = proportional({os.getpid(), *one.elsewhere()})
+        several = players.make(count, **order["players"])
         try:
-            together = play(several, count, order["scripts"], half, seconds)
+            together = play(several, count, order["scripts"], *half)
             gc.collect()
-            after = proportional({os.getpid(), *kind.elsewhere()})
+            after = proportional({os.getpid(), *several.elsewhere()})
         finally:
             several.close()
     finally:
@@ -122,6 +96,5 @@ def measure(kind: Kind, order: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # rivals print, too
-        found = measure(importlib.import_module(sys.argv[1]), json.load(sys.stdin))  # pyright: ignore[reportArgumentType]
+        found = measure(json.load(sys.stdin))
     json.dump(found, sys.stdout)
-    sys.stdout.flush()
