@@ -15,19 +15,19 @@ and with TextWorld itself on the games of ALFWorld, these three in the process t
 {machine}. At most {episodes} episodes a row, and {seconds:g} seconds for either half of them.
 
 {table}
-Half of the episodes are played by one instance, whose calls are timed; half by {instances} at once, in lock-step, which
-gives steps a second (resets included) and the memory that each of them adds to a first one (PSS, of all processes
-and containers). Starting processes and containers is not in these times. Ours play what their expert says, the same
-episodes in every place; `solved` says that they do. A failure is a call that raised or hung. Ratios are of medians, to
-the first row of an environment: of a rival, if there is one.
+Half of the episodes are played by one instance, whose calls are timed; half by {instances} at once (SWEBench-v0: two),
+in lock-step, which gives steps a second, resets included, and the memory that each of them adds to a first one (PSS, of
+all processes and containers). Starting processes and containers is not in these times. Ours play what their expert
+says, the same episodes in every place; `solved` says that they do. A failure is a call that raised or hung. Ratios are
+of medians, to the first row of an environment: of a rival, if there is one.
 
 Every episode has a task of its own, up to a hundred, for rivals too: gymnasium's has a new map, gym-sokoban a new room
 of 6×6 with one box, seen as pictures of a pixel a cell. These two move at random; TextWorld moves as the expert does.
 `in-process` is `agentkit.make`, the rest `agentkit.make_vec`, whose calls go through an event loop. In Docker,
 environments that declare `inline` share a sandbox, up to 64 of them; AlfWorld-v0 has one for each. Countdown-v0,
-Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that differ from the known ones in form, so
-that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and put what is
-tested into sandboxes; of SWEBench-v0 there are two at once.
+Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that differ from the known ones in form,
+so that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and put
+what is tested into sandboxes.
 """
 _COLUMNS = (
     "environment", "where", "steps/s", "reset p50 ms", "p95", "step p50 ms", "p95", "MiB each", "episodes", "solved",
