@@ -1,0 +1,77 @@
+"""What was measured, as figures, a table, and the page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.sandbox.figures import p
+
+PAGE = """# Environments in figures
+
+Written by `python -m benchmarks.environments`: one run, side by side, with gymnasium's FrozenLake, with gym-sokoban,
+and with TextWorld itself on the games of ALFWorld, these three in the process that plays them.
+
+{machine}. At most {episodes} episodes a row, and {seconds:g} seconds for either half of them.
+
+{table}
+Half of the episodes are played by one instance, whose calls are timed; half by {instances} at once (SWEBench-v0: two),
+in lock-step, which gives steps a second, resets included, and the memory that each of them adds to a first one (PSS, of
+all processes and containers). Starting processes and containers is not in these times. Ours play what their expert
+says, the same episodes in every place; `solved` says that they do. A failure is a call that raised or hung. Ratios are
+of medians, to the first row of an environment: of a rival, if there is one.
+
+Every episode has a task of its own, up to a hundred, for rivals too: gymnasium's has a new map, gym-sokoban a new room
+of 6×6 with one box, seen as pictures of a pixel a cell. These two move at random; TextWorld moves as the expert does.
+`in-process` is `agentkit.make`, the rest `agentkit.make_vec`, whose calls go through an event loop. In Docker,
+environments that declare `inline` share a sandbox, up to 64 of them; AlfWorld-v0 has one for each. Countdown-v0,
+Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that differ from the known ones in form,
+so that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and put
+what is tested into sandboxes.
+"""
+_COLUMNS = (
+    "environment", "where", "steps/s", "reset p50 ms", "p95", "step p50 ms", "p95", "MiB each", "episodes", "solved",
+    "failures", "reset ÷ first", "step ÷ first",
+)  # fmt: skip
+
+
+def figures(found: dict[str, Any], instances: int) -> dict[str, Any]:
+    """Of what ``measure`` returns: milliseconds, MiB and counts."""
+    alone, together = found["alone"], found["together"]
+    if not alone["resets"] or not together["resets"]:
+        return {"error": f"no episode began; {alone['failures'] + together['failures']} failures"}
+    times = {
+        f"{call} p{percent} ms": 1e3 * p(alone[f"{call}s"], percent)
+        for call in ("reset", "step")
+        for percent in (50, 95)
+    }
+    counts = {name: alone[name] + together[name] for name in ("ended", "solved", "failures")}
+    return {
+        "steps/s": together["taken"] / together["seconds"], **times, **counts,
+        "MiB each": found["bytes"] / 2**20, "instances": instances, "start s": together["start"],
+    }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table; below it, what could not be measured, and why."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    notes, firsts = [], {}
+    for row in rows:
+        if "error" in row:
+            notes.append(f"- {row['id']} {row['where']}: not measured. {row['error']}")
+            continue
+        names = ("steps/s", "reset p50 ms", "reset p95 ms", "step p50 ms", "step p95 ms")
+        first = firsts.setdefault(row["id"], row)
+        ratios = [f"{row[n] / first[n]:.3g}" if first is not row else "" for n in ("reset p50 ms", "step p50 ms")]
+        cells = [
+            *(_number(row[n]) for n in names),
+            "< 0.1" if row["MiB each"] < 0.1 else _number(row["MiB each"]),
+            *(str(row[n]) for n in ("ended", "solved", "failures")),
+            *ratios,
+        ]
+        lines.append(f"| {row['id']} | {row['where']} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *notes]) + ("\n" if notes else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
