@@ -2,7 +2,7 @@
 
     python -m benchmarks.environments            # 1,000 episodes a row; as root, for only root sees containers' memory
     python -m benchmarks.environments --quick    # a few episodes a row; writes no page
-    python -m benchmarks.environments --only Sokoban-v0 AlfWorld-v0
+    python -m benchmarks.environments --only Sokoban-v0 AlfWorld-v0    # no page either
 
 Prints one table, and writes ``benchmarks/results/environments.json`` and ``docs/results/environments.md``. Each row is
 measured by a process of its own. The machine should be quiet: most figures are times.
@@ -166,7 +166,7 @@ def main() -> None:
     print(f"{machine}\n\n{table(found)}")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps({"machine": machine, **order, "rows": found}, indent=1) + "\n")
-    if not arguments.quick:
+    if not arguments.quick and arguments.only == IDS:
         PAGE_PATH.write_text(PAGE.format(machine=machine, table=table(found), **order))
     print(f"written to {RESULTS}")
 

@@ -31,10 +31,17 @@ def play(those: Any, count: int, scripts: Sequence[Script], episodes: int, secon
     taken = ended = solved = failures = 0
     left: list[list[Any]] = [[] for _ in due]
     begin = time.perf_counter()
-    with contextlib.suppress(players.Failed):  # then it fails again, and counts
-        those.reset(due, [scripts[-1][0]] * count)
+    task, actions = scripts[-1]
+    with contextlib.suppress(players.Failed):  # it fails again, and counts then
+        those.reset(due, [task] * count)
+        for action in actions:
+            over, _, broken = those.step([action] * count)
+            failures += sum(map(bool, broken))
+            if any(over):
+                break
     start_s, begin = time.perf_counter() - begin, time.perf_counter()
-    while ended + failures < episodes and time.perf_counter() - begin < seconds:
+    most = episodes + failures
+    while ended + failures < most and time.perf_counter() - begin < seconds:
         if due:
             drawn = [next(source) for _ in due]
             start = time.perf_counter()

@@ -17,7 +17,7 @@ and with TextWorld itself on the games of ALFWorld, these three in the process t
 {table}
 Half of the episodes are played by one instance, whose calls are timed; half by {instances} at once (SWEBench-v0: two),
 in lock-step, which gives steps a second, resets included, and the memory that each of them adds to a first one (PSS, of
-all processes and containers). Starting processes and containers is not in these times. Ours play what their expert
+all processes and containers). An episode before these is not timed. Ours play what their expert
 says, the same episodes in every place; `solved` says that they do. A failure is a call that raised or hung. Ratios are
 of medians, to the first row of an environment: of a rival, if there is one.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -58,7 +59,11 @@ class Vector:
         me = psutil.Process()
         owners = [owner.Owner.of(process.pid) for process in (me, *me.children(recursive=True))]
         boxes = [box for own in owners for box in client.containers(filters={"label": f"{lease.OWNER}={own}"})]
-        return {psutil.Process(client.inspect_container(box["Id"])["State"]["Pid"]).ppid() for box in boxes}
+        shims = set()
+        for box in boxes:
+            with suppress(docker.errors.NotFound, psutil.NoSuchProcess):  # it is being started, or removed
+                shims.add(psutil.Process(client.inspect_container(box["Id"])["State"]["Pid"]).ppid())
+        return shims
 
     def close(self) -> None:
         self._vector.close()
