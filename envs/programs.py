@@ -13,15 +13,17 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from agentkit.envs import launcher
 from agentkit.envs.shared import Share
 from agentkit.errors import ConfigError, EnvCrashed, EnvTimeout, PoolExhausted, SandboxError
-from agentkit.sandboxes.pool import Lease, SandboxPool
-from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import Resources, SandboxSpec, parse_size
 from agentkit.sandboxes.types import ExecResult
+
+if TYPE_CHECKING:  # an environment without tools also runs where what sandboxes need is not installed
+    from agentkit.sandboxes.pool import Lease
+    from agentkit.sandboxes.sandbox import Sandbox
 
 Failure = Literal["", "time limit", "memory limit", "output limit", "runtime error"]
 
@@ -79,6 +81,8 @@ class Runner:
 
     def __init__(self, backend: str, memory: int) -> None:
         scratch = max(memory // 4, 16 << 20)
+        from agentkit.sandboxes.pool import SandboxPool
+
         spec = SandboxSpec(
             resources=Resources(memory=2 * memory, pids=64, tmp=scratch, workspace=scratch, shm=scratch // 4),
             env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "OMP_NUM_THREADS": "1"},

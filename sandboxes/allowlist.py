@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import idna
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -136,13 +134,19 @@ def parse_host(text: str) -> str | Address:
     return host_name(text)
 
 
+def _in_ascii(text: str) -> str:
+    import idna  # images of environments, which describe sandboxes and have none, do without it
+
+    return idna.encode(text, uts46=True).decode("ascii")
+
+
 def host_name(text: str) -> str:
     """A name in the one form in which names are compared: ASCII (IDNA), lower case, no dot at its end.
 
     Raises ``ValueError`` if it is none.
     """
     try:
-        name = text if text.isascii() else idna.encode(text, uts46=True).decode("ascii")
+        name = text if text.isascii() else _in_ascii(text)
     except UnicodeError as error:
         raise ValueError(f"{text!r} is no host name: {error}") from None
     name = name.lower().removesuffix(".")
