@@ -47,10 +47,8 @@ class Claim:
 
     async def live(self) -> None:
         """Its time to live begins: only now, lest it end while a large image is pulled."""
-        if self._needed and self._spec.ttl is not None:
-            from agentkit.sandboxes import records
-
-            await finished(asyncio.to_thread(records.extend, self._id, self._spec.ttl))
+        if self._spec.ttl is not None:
+            await self.extend(self._spec.ttl)
 
     async def extend(self, ttl: float | None) -> None:
         """Raises ``LeaseExpired`` if the time has ended already."""

@@ -45,7 +45,7 @@ class Box:
         self.holders: set[str] = set()
         self.ending = False
         self.contact = now
-        self.deadline = None if spec.ttl is None else now + spec.ttl
+        self.deadline: float | None = None
 
 
 class Memory(OrderedDict[str, str]):
@@ -171,6 +171,8 @@ class Desk:
         if self.boxes.get(id) is not box:
             self.background(self.backend.remove(id))
             raise SandboxLost(f"sandbox {id} was removed while it was made", reason="removed")
+        if spec.ttl is not None:  # its client begins its time by ``extend``, unless it dies before it is ready
+            box.deadline = self._now() + spec.start_timeout + spec.ttl
         self._adopt(box, channel, client)
         self.tell_load()
         return box
