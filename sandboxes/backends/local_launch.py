@@ -181,8 +181,10 @@ def end(state: LocalState) -> bool:
         if state.group is not None and state.group.freezes:
             with contextlib.suppress(OSError):
                 state.group.freeze(False)  # frozen processes do not die
-        # The first process inside first: all others of its name space die with it, and its agent reports no deaths.
-        for known in sorted(left, key=lambda known: known != state.processes[-1]):
+        # While the first process inside dies, the kernel ends its name space, and an agent that would report how the
+        # others died ends with it. Without name spaces they are stopped, and nobody can report.
+        first = state.processes[-1]
+        for known in left if state.owns_workdir or not first.runs else [first]:
             _signal(known, signal.SIGKILL)
         time.sleep(0.002)
 

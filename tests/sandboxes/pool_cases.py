@@ -298,7 +298,7 @@ async def case_22_crash_loop(seed: int) -> None:
 
         async def crash_all() -> None:
             while True:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
                 for id, box in list(world.backend.boxes.items()):
                     if box.exit_code is None and world.now() - box.created > 0.5:
                         world.backend.die(id)
@@ -306,10 +306,10 @@ async def case_22_crash_loop(seed: int) -> None:
         crashing = asyncio.ensure_future(crash_all())
         await asyncio.sleep(60)
         first = sum(call.op == "create" for call in world.backend.calls)
-        await asyncio.sleep(240)
+        await asyncio.sleep(120)
         later = sum(call.op == "create" for call in world.backend.calls) - first
         assert first <= 14, first
-        assert later <= 4 * 4, later  # a few trials a minute, and no more
+        assert later <= 4 * 2, later  # a few trials a minute, and no more
         assert world.stock.breaker.opened >= 1
         with contextlib.suppress(BreakerOpen, PoolExhausted):  # or one that is on trial at this moment
             world.give(await world.take(timeout=0.2))
@@ -356,6 +356,7 @@ async def closing_waits_for_those_in_use_and_not_for_ever(seed: int) -> None:
         lease, other = await world.take(), await world.take()
         waiting = [asyncio.ensure_future(world.take()) for _ in range(5)]
         await asyncio.sleep(world.rng.choice([0, 0.05, 0.5]))
+        kept = any(one.done() for one in waiting)  # a third one was made in time, and nobody gives it back
         start, back = world.now(), world.rng.uniform(0, 20)
         asyncio.get_running_loop().call_later(back, world.give, lease)
         asyncio.get_running_loop().call_later(back / 2, world.give, other)
@@ -364,7 +365,7 @@ async def closing_waits_for_those_in_use_and_not_for_ever(seed: int) -> None:
             asyncio.get_running_loop().call_later(5, closing.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await closing
-        assert world.now() - start <= (5 if seed % 3 == 0 else min(10, back)) + 3
+        assert world.now() - start <= (5 if seed % 3 == 0 else 10 if kept else min(10, back)) + 3
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             if not isinstance(one, BaseException):
                 world.holders.clear()

@@ -71,6 +71,8 @@ class World:
         self.holders: dict[str, int] = {}
         self.customers = 0
         self.outcomes: dict[str, int] = {}
+        # Who gets an extra one waits for nobody, and hears of whatever befalls its creation.
+        self.refusals = SandboxError if settings.get("on_exhausted") == "create" else (PoolExhausted, BreakerOpen, PoolClosed)
 
     async def __aenter__(self) -> World:
         await self.pool.start()
@@ -116,7 +118,7 @@ class World:
         start = self.now()
         try:
             lease = await self.take(timeout)
-        except (PoolExhausted, BreakerOpen, PoolClosed) as error:
+        except self.refusals as error:
             self._count(type(error).__name__)
             assert self.now() - start <= timeout + 2.5
             return

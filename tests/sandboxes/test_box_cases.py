@@ -15,13 +15,13 @@ import pytest
 from box_cases import CASES
 from docker_boxes import WatchedDocker
 from requiring import require
+from seeds import over_all_seeds
 
 from agentkit.errors import SandboxLost
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec, living, paths
 from agentkit.sandboxes.backends import virtual_time
 from agentkit.sandboxes.backends.fake import FakeBackend
 
-SEEDS = 1000
 SMALL = SandboxSpec(
     resources=Resources(memory=64 << 20, tmp=8 << 20, workspace=16 << 20, shm=1 << 20, pids=64), start_timeout=300
 )
@@ -143,9 +143,8 @@ def test_simulated(number: int) -> None:
         simulate(number, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
+@over_all_seeds
 @pytest.mark.parametrize("number", NUMBERED)
-def test_simulated_over_all_seeds(number: int) -> None:
-    for seed in range(SEEDS):
+def test_simulated_over_all_seeds(number: int, seeds: range) -> None:
+    for seed in seeds:
         simulate(number, seed)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import over_all_seeds
 
 from agentkit.errors import SandboxError
 from agentkit.sandboxes import lease, paths, wire
@@ -31,7 +32,6 @@ from agentkit.sandboxes.sweep import Report, sweep
 from agentkit.sandboxes.types import ExecRequest, ExecResult
 from agentkit.sandboxes.wire import Kind
 
-SEEDS = 1000
 NUMBERS = range(1, 26)
 PAGE = Path(__file__).parents[2] / "docs" / "sandboxes.md"
 
@@ -158,10 +158,10 @@ def test_simulated(number: int) -> None:
         play(number, seed)
 
 
-@pytest.mark.slow
+@over_all_seeds
 @pytest.mark.parametrize("number", PARAMETERS)
-def test_simulated_over_all_seeds(number: int) -> None:
-    for seed in range(SEEDS):
+def test_simulated_over_all_seeds(number: int, seeds: range) -> None:
+    for seed in seeds:
         play(number, seed)
 
 

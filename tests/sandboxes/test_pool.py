@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import simulation
 from pool_cases import CASES
+from seeds import over_all_seeds
 from simulation import World, play, storm
 
 from agentkit.errors import ConfigError, PoolClosed, PoolExhausted
@@ -15,7 +16,6 @@ from agentkit.sandboxes.backends.fake import FakeBackend
 from agentkit.sandboxes.health import HealthPolicy, HostUsage
 from agentkit.sandboxes.pool import SandboxPool
 
-SEEDS = 1000
 
 
 NUMBERED = [
@@ -29,11 +29,10 @@ def test_case(name):
         play(CASES[name](seed), seed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
+@over_all_seeds
 @pytest.mark.parametrize("name", NUMBERED)
-def test_case_over_all_seeds(name):
-    for seed in range(SEEDS):
+def test_case_over_all_seeds(name, seeds):
+    for seed in seeds:
         play(CASES[name](seed), seed)
 
 
@@ -42,10 +41,9 @@ def test_anything_at_any_time():
         play(storm(seed), seed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_anything_at_any_time_over_all_seeds():
-    for seed in range(SEEDS):
+@over_all_seeds
+def test_anything_at_any_time_over_all_seeds(seeds):
+    for seed in seeds:
         play(storm(seed), seed)
 
 

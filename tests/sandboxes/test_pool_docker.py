@@ -380,7 +380,7 @@ async def test_15_the_agent_speaks_garbage(docker_backend, monkeypatch, lie):
     if lie == "garbage":
         pretend(b"W" * 32)  # no nonce at all
         with pytest.raises(StartTimeout, match="wrong nonce"):
-            await Sandbox.create(SPEC, backend=docker_backend, start_timeout=3)
+            await Sandbox.create(SPEC, backend=docker_backend, start_timeout=PATIENCE)
 
 
 @pytest.mark.fault(16)
