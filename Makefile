@@ -11,6 +11,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 REQUIREMENTS = setup.cfg pyproject.toml constraints.txt
 ARGS ?=
+# Tests wait more than they compute; those of one file share what they set up.
+PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: train test test-all lint docs clean
 
@@ -18,10 +20,10 @@ train: $(VENV)/.installed ## train FrozenLake on this machine; ARGS="dir=runs/se
 	$(VENV)/bin/agentkit run examples/frozen_lake.yaml $(ARGS)
 
 test: $(VENV)/.installed-test ## the everyday tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.installed-test ## the slow ones too
-	$(VENV)/bin/python -m pytest -m "not vllm" $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check

@@ -260,24 +260,24 @@ def linked_zip():
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        tarred("../outside"),
-        tarred("/outside"),
-        tarred("a/../../outside"),
-        tarred(special(tarfile.SYMTYPE, "/etc")),
-        tarred(special(tarfile.LNKTYPE, "/etc/passwd")),
-        tarred(special(tarfile.CHRTYPE)),
-        tarred(special(tarfile.FIFOTYPE)),
-        tarred("twice", "twice"),
-        packed(**{"../outside": "abc"}),
-        packed(**{"..\\outside": "abc"}),
-        linked_zip(),
-        tarred("large1", "large2", "large3", "large4"),
-        tarred("cut")[:-20],
-    ],
-)
+HOSTILE = {
+    "climbs": tarred("../outside"),
+    "absolute": tarred("/outside"),
+    "climbs from inside": tarred("a/../../outside"),
+    "link": tarred(special(tarfile.SYMTYPE, "/etc")),
+    "hard link": tarred(special(tarfile.LNKTYPE, "/etc/passwd")),
+    "device": tarred(special(tarfile.CHRTYPE)),
+    "pipe": tarred(special(tarfile.FIFOTYPE)),
+    "twice": tarred("twice", "twice"),
+    "climbs in a zip": packed(**{"../outside": "abc"}),
+    "backslashes": packed(**{"..\\outside": "abc"}),
+    "link in a zip": linked_zip(),
+    "too large": tarred("large1", "large2", "large3", "large4"),
+    "cut off": tarred("cut")[:-20],
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_archives_write_nothing_elsewhere(content, tmp_path):
     (tmp_path / "archive").write_bytes(content)
     with pytest.raises(DataError):

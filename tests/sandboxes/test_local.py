@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -410,7 +411,7 @@ class TestLimitsAlone:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become others")
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_user_without_rights_can_have_sandboxes(level: str, tmp_path: Path) -> None:
+def test_a_user_without_rights_can_have_sandboxes(level: str) -> None:
     script = f"""
 import asyncio, sys
 sys.path[:0] = {[path for path in sys.path if path]!r}
@@ -436,17 +437,14 @@ async def main():
     print(channel.isolation, *result.stdout.split(), await backend.list({{}}), sep="; ")
 asyncio.run(main())
 """
-    home = tmp_path / "home"
-    home.mkdir()
-    os.chown(home, 1234, 1234)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
     run = ["setpriv", "--reuid=1234", "--regid=1234", "--clear-groups", "/usr/bin/python3", "-c", script]
-    environment = {"PATH": os.environ["PATH"], "AGENTKIT_RUNTIME_DIR": str(home / "runtime")}
     probe = subprocess.run([*run[:5], "-c", f"import sys; sys.path[:0]={sys.path!r}; import pydantic"],
                            capture_output=True, timeout=60, check=False)  # fmt: skip
     require(probe.returncode == 0, "make the installation readable for other users")
-    result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    with tempfile.TemporaryDirectory() as home:  # pytest's own directories are for root alone
+        os.chown(home, 1234, 1234)
+        environment = {"PATH": os.environ["PATH"], "AGENTKIT_RUNTIME_DIR": f"{home}/runtime"}
+        result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("; ")[1:] == ["65534", "written", "[]\n"]
 
