@@ -300,10 +300,15 @@ class AgentListener:
             link = await asyncio.wait_for(asyncio.shield(self._arrived), timeout)
             return AgentChannel(link, self._isolation, workdir=self._workdir, heartbeat=self._heartbeat)
         except asyncio.TimeoutError:
-            others = f"; refused: {', '.join(self._refused)}" if self._refused else ""
-            raise StartTimeout(f"no agent came to {self._path} within {timeout:g} s{others}", phase="agent") from None
+            message = f"no agent came to {self._path} within {timeout:g} s{self.refused}"
+            raise StartTimeout(message, phase="agent") from None
         finally:
             await self.close()
+
+    @property
+    def refused(self) -> str:
+        """Why callers were sent away, as the end of a message; empty if none was."""
+        return f"; refused: {', '.join(self._refused)}" if self._refused else ""
 
     async def close(self) -> None:
         """Stop listening and send away whoever waits; an accepted channel stays. Twice is fine."""

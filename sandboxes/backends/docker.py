@@ -153,7 +153,7 @@ class DockerBackend(Backend):
         try:
             while not arrival.done():
                 await asyncio.wait({arrival}, timeout=pause)
-                if not arrival.done() and (ended := await self._ended_early(id)) is not None:
+                if not arrival.done() and (ended := await self._ended_early(id, door)) is not None:
                     if ended.details["exit_code"] in (126, 127) or any(
                         word in ended.details["log"] for word in _NO_PYTHON
                     ):
@@ -188,7 +188,7 @@ class DockerBackend(Backend):
                 ) from error
             raise ended or error from error
 
-    async def _ended_early(self, id: str) -> StartTimeout | None:
+    async def _ended_early(self, id: str, door: agent_channel.AgentListener | None = None) -> StartTimeout | None:
         seen = await self.inspect(id)
         if seen.state == "running":
             return None
@@ -196,7 +196,8 @@ class DockerBackend(Backend):
         tail = log.decode("utf-8", "replace")
         return StartTimeout(
             f"the main process of sandbox {id} ended at once ({seen.state}, exit code {seen.exit_code}"
-            f"{', out of memory' if seen.oom_killed else ''}): {tail.strip()[-500:] or 'it said nothing'}",
+            f"{', out of memory' if seen.oom_killed else ''}): {tail.strip()[-500:] or 'it said nothing'}"
+            f"{door.refused if door is not None else ''}",
             phase="agent",
             log_tail=tail,
             log=log,

@@ -72,7 +72,9 @@ class World:
         self.customers = 0
         self.outcomes: dict[str, int] = {}
         # Who gets an extra one waits for nobody, and hears of whatever befalls its creation.
-        self.refusals = SandboxError if settings.get("on_exhausted") == "create" else (PoolExhausted, BreakerOpen, PoolClosed)
+        self.refusals = (
+            SandboxError if settings.get("on_exhausted") == "create" else (PoolExhausted, BreakerOpen, PoolClosed)
+        )
 
     async def __aenter__(self) -> World:
         await self.pool.start()

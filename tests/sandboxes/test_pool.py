@@ -16,8 +16,6 @@ from agentkit.sandboxes.backends.fake import FakeBackend
 from agentkit.sandboxes.health import HealthPolicy, HostUsage
 from agentkit.sandboxes.pool import SandboxPool
 
-
-
 NUMBERED = [
     pytest.param(name, marks=[pytest.mark.fault(int(name[5:7]))] if name.startswith("case_") else []) for name in CASES
 ]
