@@ -1,6 +1,6 @@
 """Does it learn? Success after imitation alone and after reinforcement learning, against expert and random play.
 
-    python -m benchmarks.learning                       # everything: 3 settings, 3 seeds, async ratio 0 and 1
+    python -m benchmarks.learning                       # every setting, with its seeds and async ratios
     python -m benchmarks.learning --only frozen_lake --seeds 1
     python -m benchmarks.learning --report              # only the table and the plots, from the results so far
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.learning.references import expert_and_random
 from benchmarks.learning.report import write_report
-from benchmarks.learning.settings import ASYNC_RATIOS, SETTINGS, Setting
+from benchmarks.learning.settings import SETTINGS, Setting
 
 ROOT = Path("runs/learning")
 _IMITATING = threading.Lock()
@@ -39,7 +39,7 @@ def main() -> None:
     chosen = [setting for setting in SETTINGS if arguments.only in (None, setting.name)]
     if not arguments.report:
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            pairs = [(setting, seed) for seed in range(arguments.seeds) for setting in chosen]
+            pairs = [(setting, seed) for seed in range(arguments.seeds) for setting in chosen if seed < setting.seeds]
             list(pool.map(lambda pair: _seed_of_setting(*pair), pairs))
     results = [collect(setting) for setting in SETTINGS]
     results = [result for result in results if result["seeds"]]
@@ -49,12 +49,12 @@ def main() -> None:
 
 
 def _seed_of_setting(setting: Setting, seed: int) -> None:
-    """Imitation once, then reinforcement learning from its model at every async ratio."""
+    """Imitation once, then reinforcement learning from its model at each async ratio."""
     teacher = 0 if setting.one_imitation else seed
     imitated = ROOT / f"{setting.name}-{teacher}-imitation"
     with _IMITATING:
         _run(setting, imitated, teacher, ["steps=0"])
-    for ratio in ASYNC_RATIOS:
+    for ratio in setting.ratios:
         target = ROOT / f"{setting.name}-{seed}-async{ratio:g}"
         first = 500_000  # RL tasks differ from those that were imitated
         _run(

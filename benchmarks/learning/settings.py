@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,19 @@ class Setting:
     title: str
     one_imitation: bool = False
     """All seeds begin with the model that the first seed imitated with, where imitation takes longer than the rest."""
+    ratios: tuple[float, ...] = (0.0, 1.0)
+    seeds: int = 3
+    folder: Path = HERE
 
     @property
     def config(self) -> Path:
-        return HERE / f"{self.name}.yaml"
+        return self.folder / f"{self.name}.yaml"
 
 
 SETTINGS = (
     Setting("frozen_lake", "FrozenLake 4×4, deterministic"),
     Setting("frozen_lake_slippery", "FrozenLake 4×4, slippery", one_imitation=True),
     Setting("sokoban", "Sokoban 6×6, one box", one_imitation=True),
+    Setting("webshop", "WebShop, our shop", one_imitation=True, ratios=(1.0,), folder=EXAMPLES),
+    Setting("alfworld", "ALFWorld, our rooms", one_imitation=True, ratios=(1.0,), seeds=1, folder=EXAMPLES),
 )
-ASYNC_RATIOS = (0.0, 1.0)
