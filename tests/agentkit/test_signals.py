@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from processes import gone
 
 PROGRAM = """
 import asyncio, subprocess, sys, time
@@ -46,15 +46,6 @@ def started(kind: str) -> tuple[subprocess.Popen[str], int]:
     word, pid = process.stdout.readline().split()
     assert word == "child"
     return process, int(pid)
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

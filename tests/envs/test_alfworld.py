@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium.error import ResetNeeded
+from processes import gone
 from requiring import require
 
 import agentkit
@@ -338,15 +339,6 @@ def child_of(env: AlfWorld) -> psutil.Process:
     return psutil.Process(env._child._pid)
 
 
-def gone(process, within=10.0):
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_process_that_dies_is_a_crash_and_the_next_reset_has_a_fresh_one(make):
     env = make(split="valid_seen")
     first = env.reset(seed=0)
@@ -367,7 +359,7 @@ def test_a_process_that_hangs_is_killed_in_time(make, monkeypatch):
     monkeypatch.setattr(module, "STEP_TIMEOUT", 0.3)
     with pytest.raises(EnvTimeout, match=r"step took longer than 0.3 s"):
         env.step("look")
-    assert gone(hanging)
+    assert gone(hanging.pid)
     env.reset(seed=0)
 
 
@@ -379,7 +371,7 @@ def test_nothing_is_printed_and_nothing_is_left_behind(make, capfd):
     process = child_of(env)
     env.close()
     env.close()
-    assert gone(process)
+    assert gone(process.pid)
     assert capfd.readouterr() == ("", "")
 
 
@@ -397,8 +389,8 @@ def test_children_end_with_the_process_that_made_them(make):
         nursery = child.parent()
         parent.kill()
     assert nursery is not None
-    assert gone(child)
-    assert gone(nursery)
+    assert gone(child.pid)
+    assert gone(nursery.pid)
 
 
 def test_threads_play_side_by_side(make):

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster_roles import PickyError, Probe, Torch
+from processes import runs
 
 from agentkit.errors import ConfigError, EngineError, RoleError
 from agentkit.trainers import cluster
@@ -57,14 +58,6 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.01)
-
-
-def gone(pid: int) -> bool:
-    """The process has ended (one that waits for its own parent to reap it has)."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 class TestBothPlacements:
@@ -285,23 +278,23 @@ class TestClose:
         await probe.prepare_close("hang")
         await probe.close()
         assert "did not close within 0.2 s" in caplog.text
-        assert gone(probe.pids[0])
+        assert not runs(probe.pids[0])
         probe = await spawned()
         await probe.prepare_close("raise")
         with pytest.raises(PickyError, match="code 1"):
             await probe.close()
-        assert gone(probe.pids[0])
+        assert not runs(probe.pids[0])
 
     @pytest.mark.parametrize("how", ["close", "kill"])
     async def test_what_the_role_started_ends_with_it(self, spawned: Place, how: str) -> None:
         probe = await spawned()
         grandchild = await probe.spawn()
-        assert not gone(grandchild)
+        assert runs(grandchild)
         if how == "kill":
             os.kill(probe.pids[0], signal.SIGKILL)
         else:
             await probe.close()
-        await until(lambda: gone(grandchild))
+        await until(lambda: not runs(grandchild))
 
     async def test_nothing_leaks(self, spawned: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cluster, "GRACE_S", 0.1)
@@ -368,7 +361,7 @@ class TestDeathOfTheParent:
                 await asyncio.sleep(0.1)
                 parent.kill()
             await asyncio.wait_for(parent.wait(), 30)
-            await until(lambda: all(gone(pid) for pid in {*session, *everyone}))
+            await until(lambda: not any(runs(pid) for pid in {*session, *everyone}))
             await until(lambda: not Path(store).parent.exists())
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -414,14 +407,14 @@ class TestRanks:
         with pytest.raises(error, match=f"code {rank}" if what == "raise" else f"rank {rank} .*exited with code 9"):
             await probe.only_rank(rank, what)
         assert time.monotonic() - started < 3
-        assert all(gone(pid) for pid in probe.pids), "the error comes when the group has ended"
+        assert not any(runs(pid) for pid in probe.pids), "the error comes when the group has ended"
         with pytest.raises(RoleError, match=f"rank {rank}"):
             await probe.identity()
 
     async def test_a_rank_that_dies_between_calls_ends_the_group(self, spawned: Place) -> None:
         probe = await spawned(ranks=2)
         os.kill(probe.pids[1], signal.SIGKILL)
-        await until(lambda: all(gone(pid) for pid in probe.pids))
+        await until(lambda: not any(runs(pid) for pid in probe.pids))
         with pytest.raises(RoleError, match=r"rank 1 .*SIGKILL"):
             await probe.identity()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import runs
 from run_audit import audit, read_lines
 
 from agentkit.config import RunConfig
@@ -177,20 +178,13 @@ class Moment:
         return False
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def strike(pid: int, moment: Moment, number: int, victim: Callable[[int], int] = lambda pid: pid) -> bool:
     """Wait for the moment and send the signal to the ``victim`` of ``pid``; false if ``pid`` ended first."""
     deadline = time.monotonic() + 400
-    while is_running(pid):
+    while runs(pid):
         assert time.monotonic() < deadline, "the session did not come to the moment"
         if moment.has_come():
-            if not is_running(pid):
+            if not runs(pid):
                 break
             os.kill(victim(pid), number)
             return True

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from engine_conformance import ENGINE, EngineConformance, Served, prompt_of, save_policy, session
+from processes import runs
 from requiring import require
 
 from agentkit.errors import EngineError
@@ -120,13 +121,6 @@ def test_processes_ignore_ctrl_c_and_end_with_their_owner(tmp_path: Path) -> Non
     pids = [int(word) for word in words[2:]]
     assert len(pids) >= 2
     deadline = time.monotonic() + 40
-    while alive := [pid for pid in pids if _runs(pid)]:
+    while alive := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"processes {alive} outlived their owner"
         time.sleep(0.2)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

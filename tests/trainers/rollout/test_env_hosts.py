@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import gone
 from rollout_envs import CONTRACT, AsyncPuppet, Puppet
 
 from agentkit.errors import ConfigError, EnvContractError, EnvCrashed, EnvTimeout
@@ -22,6 +23,7 @@ from agentkit.trainers.rollout.hosts import EnvPool
 from agentkit.trainers.rollout.source import EnvSource
 
 HERE = Path(__file__).parent
+PATHS = [str(HERE), str(HERE.parents[1])]
 
 
 def source(where: str, cls: type = Puppet, *, step: float = 5.0, reset: float = 20.0, **kwargs: Any) -> EnvSource:
@@ -41,19 +43,6 @@ def _remember_who_is_there() -> None:
 def started(*, recursive: bool = True) -> list[psutil.Process]:
     """Processes that this test has started and that still run."""
     return [child for child in psutil.Process().children(recursive=recursive) if child not in _before]
-
-
-def gone(pid: int, within: float = 5.0) -> bool:
-    """Whether a process has ended (a zombie has, too)."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def pid_of(text: str) -> int:
@@ -266,7 +255,7 @@ async def test_a_class_that_no_child_can_import_is_refused() -> None:
 
 
 def script(body: str) -> list[str]:
-    head = f"import asyncio, sys, time; sys.path.insert(0, {str(HERE)!r})\n"
+    head = f"import asyncio, sys, time; sys.path[:0] = {PATHS!r}\n"
     return [sys.executable, "-c", head + textwrap.dedent(body)]
 
 
@@ -310,7 +299,7 @@ def test_an_environment_of_the_users_own_script_runs_in_a_process(tmp_path: Path
     path.write_text(
         textwrap.dedent(f"""
         import asyncio, sys
-        sys.path.insert(0, {str(HERE)!r})
+        sys.path[:0] = {PATHS!r}
         from rollout_envs import Puppet
         class Mine(Puppet):
             pass
