@@ -120,7 +120,9 @@ class _Run:
                 self.demonstrated_success = await imitation.imitate(
                     self.config, self.roles, self.recorder, self.view, self.stop
                 )
-        if not self.stop.is_set():
+        if self.stop.is_set():
+            await self._save()  # what was imitated so far
+        else:
             if self.success_before is None:
                 self.success_before = (await self._evaluate()).success
             await self._train()

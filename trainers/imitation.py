@@ -70,6 +70,10 @@ async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Mes
             recorder.metrics(0, {"imitation/updates": updates, **metrics})
             enough = success is not None and success >= (settings.stop_success or 1.0) * demonstrated_success
             if enough or stop.is_set():
+                if not enough and updates < planned:
+                    view.message(
+                        f"imitation: stopped after {updates} of {planned} updates; a resumed run trains on from here"
+                    )
                 await roles.publish(0)
                 return demonstrated_success
     await roles.publish(0)

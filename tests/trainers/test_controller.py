@@ -36,15 +36,16 @@ SMALL: dict[str, Any] = {
 class Watcher:
     """A view that writes down what it is told, and may act on it."""
 
-    def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+    def __init__(self, on_event: Callable[[int | str], None] = lambda event: None) -> None:
         self.metrics: list[dict[str, float]] = []
-        self.on_step = on_step
+        self.on_event = on_event
 
-    def stage(self, name: str) -> None: ...
+    def stage(self, name: str) -> None:
+        self.on_event(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(dict(metrics))
-        self.on_step(step)
+        self.on_event(step)
 
     def message(self, text: str) -> None: ...
 
@@ -58,10 +59,10 @@ def small(directory: Path, **changes: Any) -> RunConfig:
 
 
 async def go(
-    config: RunConfig, *, resume: bool = False, stop_after: int | None = None
+    config: RunConfig, *, resume: bool = False, stop_after: int | str | None = None
 ) -> tuple[controller.RunSummary, Watcher]:
     stop = asyncio.Event()
-    watcher = Watcher(lambda step: stop.set() if step == stop_after else None)
+    watcher = Watcher(lambda event: stop.set() if event == stop_after else None)
     directory = RunDirectory.resume(config.dir, config) if resume else RunDirectory.create(config)
     try:
         return await controller.run(config, directory, resume=resume, view=watcher, stop=stop), watcher
@@ -178,6 +179,19 @@ async def test_imitation_teaches_the_experts_words(tmp_path: Path) -> None:
     assert [rate for _, rate in imitated] == pytest.approx(
         [3e-3 * (k + 1) / 10 for k in range(10)] + [3e-3 * (16 - k) / 6 for k in range(10, 16)]
     )
+
+
+async def test_a_stop_in_imitation_keeps_what_was_imitated(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", imitation={"episodes": 64, "batch_episodes": 16, "lr": 3e-3})
+    summary, _ = await go(config, stop_after="imitation")
+    assert (summary.steps, summary.finished) == (0, False)
+    updates = [line for line in (config.dir / "metrics.jsonl").read_text().splitlines() if "imitation/loss" in line]
+    assert len(updates) == 1
+    saved = config.model.model_copy(update={"path": str(config.dir)})
+    imitated, fresh = (load_policy(model, config.seed).state_dict() for model in (saved, config.model))
+    assert any(not torch.equal(imitated[name], fresh[name]) for name in fresh)
+    resumed, _ = await go(config, resume=True)
+    assert (resumed.steps, resumed.finished, resumed.demonstrated_success) == (2, True, 1.0)
 
 
 class Fragile(TextEnv):
