@@ -22,8 +22,11 @@ class Setting:
     one_imitation: bool = False
     """All seeds begin with the model that the first seed imitated with, where imitation takes longer than the rest."""
     ratios: tuple[float, ...] = (0.0, 1.0)
+    """Async ratios, each of which trains from the same model."""
     seeds: int = 3
+    """At most so many."""
     folder: Path = HERE
+    """Where its configuration is."""
 
     @property
     def config(self) -> Path:

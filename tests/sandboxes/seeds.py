@@ -1,4 +1,4 @@
-"""What is simulated over many seeds: in blocks, which run side by side (``pytest -m seeds -n auto``)."""
+"""What is simulated over many seeds: in blocks, which run side by side (``pytest -m seeds -n logical``)."""
 
 from __future__ import annotations
 
