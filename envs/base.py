@@ -47,6 +47,14 @@ class EnvDeclaration:
         """``max_turns`` of an environment made with these arguments; override where arguments change it."""
         return cls.max_turns
 
+    @classmethod
+    def own_sandboxes(cls, **kwargs: Any) -> str | None:
+        """The argument that names the back end of the sandboxes that an environment with these arguments makes itself.
+
+        Such an environment is never put into a sandbox: it holds what nothing inside may see. None: it makes none.
+        """
+        return None
+
     @cached_property
     def observation_space(self) -> Text:
         return Text()

@@ -129,12 +129,13 @@ class Server:
             self._forget(seat)
             return _failure(number, "contract", str(error), None)
         except RegistryError as error:
-            return _failure(number, "refused", str(error), None)
+            return _failure(number, "refused", f"{error}{_remedy(error)}", None)
         except NotImplementedError as error:
             return _failure(number, "unsupported", str(error), error)
         except BaseException as error:  # an environment may raise anything, SystemExit too
             self._forget(seat)
-            return _failure(number, "crashed", f"{call} raised {type(error).__name__}: {_text(error)}", error)
+            raised = f"{call} raised {type(error).__name__}: {_text(error)}{_remedy(error)}"
+            return _failure(number, "crashed", raised, error)
 
     def _do(self, seat: int, call: str, arguments: list[Any]) -> Any:
         if call == "make":
@@ -146,6 +147,11 @@ class Server:
                 )
             if entry_point is not None and unknown(id, entry_point):
                 registry.register(id, entry_point)
+            if (argument := registry.env_class(id).own_sandboxes(**kwargs)) is not None:
+                raise RegistryError(
+                    f"{id} makes sandboxes itself, and none can be made in one: leave `sandbox` out, and name the back "
+                    f"end as `{argument}`"
+                )
             made = Seat(id, kwargs)
             self._seats[seat] = made
             return made.describe()
@@ -160,6 +166,16 @@ class Server:
                 self._seats[seat].drop()
             except BaseException:
                 traceback.print_exc()
+
+
+def _remedy(error: BaseException | None) -> str:
+    """What to do where a package is missing: the remedy for the host, if the message has one, is none in here."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            return f" (the sandbox has no {package}: `agentkit sandbox build --package` puts packages into its image)"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def unknown(id: str, entry_point: str) -> bool:

@@ -57,7 +57,7 @@ def make_vec(
         num_envs: how many.
         mode: ``"async"`` (in this process: coroutines are awaited together, what blocks has a thread each),
             ``"process"`` (each in a process of its own, which is killed when it hangs), or a sandbox's back end:
-            ``"docker"``, ``"local"``, ….
+            ``"docker"``, ``"local"``, … (as ``sandbox`` of ``agentkit.make``).
         sandbox_spec: fields of the sandboxes' specification, instead of the defaults.
         autoreset_mode: gymnasium's ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED``.
         max_steps: steps after which an episode is truncated; by default the environment's turns times actions a turn.
@@ -73,6 +73,9 @@ def make_vec(
     autoreset = AutoresetMode(autoreset_mode)
     if sandbox_spec is not None and mode in ("async", "process"):
         raise ConfigError(f"sandbox_spec describes a sandbox and mode={mode!r} has none: mode='docker', say")
+    if mode not in ("async", "process"):
+        here = registry.arguments_here(id, kwargs, mode, sandbox_spec)
+        mode, kwargs = (mode, kwargs) if here is None else ("async", here)
     timeouts = Timeouts(reset_timeout, step_timeout)
     house: House | None = None
     slots: list[Slot]

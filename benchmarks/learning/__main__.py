@@ -75,10 +75,14 @@ def _run(setting: Setting, directory: Path, seed: int, overrides: list[str]) -> 
     log = directory.with_suffix(".log")
     with log.open("w") as output:
         code = subprocess.run([*command, *overrides], stdout=output, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise SystemExit(f"{' '.join(command)} ended with {code}; see {log}")
+    if code or not _finished(directory):  # a run that was asked to stop ends well, and early
+        raise SystemExit(f"{' '.join(command)} ended with {code} before its end; see {log}")
     (directory / "done").touch()
     print(f"{directory.name}: {log.read_text().strip().splitlines()[-1]}", flush=True)
+
+
+def _finished(directory: Path) -> bool:
+    return json.loads((directory / "events.jsonl").read_text().splitlines()[-1]).get("finished", False)
 
 
 def collect(setting: Setting) -> dict[str, Any]:

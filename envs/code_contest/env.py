@@ -77,6 +77,10 @@ class CodeContest(AsyncTextEnv):
         self._turns_left = 0
 
     @classmethod
+    def own_sandboxes(cls, **kwargs: Any) -> str:
+        return "backend"
+
+    @classmethod
     def max_turns_for(cls, **kwargs: Any) -> int:
         return kwargs.get("max_turns", cls.max_turns)
 

@@ -79,6 +79,10 @@ class Math(AsyncTextEnv):
         self._done = True
 
     @classmethod
+    def own_sandboxes(cls, **kwargs: Any) -> str | None:
+        return "backend" if kwargs.get("tools") else None
+
+    @classmethod
     def max_turns_for(cls, **kwargs: Any) -> int:
         turns = kwargs.get("max_turns")
         return turns if turns is not None else 8 if kwargs.get("tools") else cls.max_turns

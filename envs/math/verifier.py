@@ -29,7 +29,10 @@ _ATTEMPTS = 2
 def verifier() -> Share[Verifier]:
     """A share in this process's verifier. Raises ``ConfigError`` if ``math_verify`` is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("comparing expressions needs math-verify: pip install 'agentkit-rl[math]'")
+        raise ConfigError(
+            "comparing expressions needs math-verify: pip install 'agentkit-rl[math]' (for the sandboxes' image: "
+            "agentkit sandbox build --package math-verify)"
+        )
     return Share("math verifier", Verifier)
 
 

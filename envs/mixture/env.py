@@ -116,8 +116,10 @@ class Mixture(AsyncTextEnv):
             self._thread = None
 
     async def _make(self, domain: Domain) -> TextEnv | AsyncTextEnv:
-        if domain.sandbox is None:
-            return registry.make(domain.id, **domain.kwargs)
+        here = registry.arguments_here(domain.id, domain.kwargs, domain.sandbox)
+        if here is not None:
+            return registry.make(domain.id, **here)
+        assert domain.sandbox is not None
         from agentkit.envs.sandboxed import SandboxedEnv
 
         env = SandboxedEnv(domain.id, domain.kwargs, sandbox=domain.sandbox)

@@ -110,6 +110,10 @@ class SWEBench(AsyncTextEnv):
         self._spent = 0.0
         self._solved_by_expert = False
 
+    @classmethod
+    def own_sandboxes(cls, **kwargs: Any) -> str:
+        return "backend"
+
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         """Start with a fresh sandbox; ``options={"instance_id": …}`` chooses the task, else the seed does."""
         await super().reset(seed=seed)

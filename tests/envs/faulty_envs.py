@@ -75,3 +75,11 @@ class Moody(Faulty):
     """Does not play the same twice."""
 
     deterministic: ClassVar[bool] = False
+
+
+class Own(Faulty):
+    """Makes sandboxes itself, it says."""
+
+    @classmethod
+    def own_sandboxes(cls, **kwargs: Any) -> str:
+        return "where"

@@ -48,11 +48,13 @@ class EnvSource:
     def of(cls, config: EnvConfig) -> EnvSource:
         """Read the registry, or ask a sandbox. Raises ``RegistryError``, ``ConfigError``, ``SandboxError`` or
         ``EnvError`` before any episode begins."""
-        if config.sandbox != "none":
+        sandbox = None if config.sandbox == "none" else config.sandbox
+        here = registry.arguments_here(config.id, config.kwargs, sandbox, config.sandbox_spec)
+        if here is None:
             return cls._in_sandbox(config)
         spec = registry.entry(config.id).load()
         env: Any = spec.entry_point
-        kwargs = {**spec.kwargs, **config.kwargs}
+        kwargs = {**spec.kwargs, **here}
         registry.check_arguments(config.id, env, kwargs)
         asynchronous = inspect.iscoroutinefunction(env.step)
         if asynchronous and config.concurrency not in (None, "inline"):
