@@ -4,8 +4,9 @@
     python -m benchmarks.environments --quick    # a few episodes a row; writes no page
     python -m benchmarks.environments --only Sokoban-v0 AlfWorld-v0    # no page either
 
-Prints one table, and writes ``benchmarks/results/environments.json`` and ``docs/results/environments.md``. Each row is
-measured by a process of its own. The machine should be quiet: most figures are times.
+Prints one table, and writes ``benchmarks/results/environments.json``, ``docs/results/environments.md`` and a summary in
+``docs/environments/index.md``. Each row is measured by a process of its own. The machine should be quiet: most figures
+are times.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from agentkit import registry
 from agentkit.envs.base import AsyncTextEnv
 from agentkit.errors import AgentkitError
 from agentkit.sandboxes.images import build_environments
-from benchmarks.environments.page import PAGE, figures, table
+from benchmarks.environments.page import PAGE, figures, summary, table
 
 RESULTS, PAGE_PATH = Path("benchmarks/results/environments.json"), Path("docs/results/environments.md")
+OVERVIEW_PATH = Path("docs/environments/index.md")
+MARK = "<!-- written by: benchmarks.environments -->"
+"""What follows it, up to the next empty line, is replaced by the summary."""
 SOKOBAN = Path("benchmarks/results/gym-sokoban")
 IMAGE = "agentkit/env:benchmark"
 """The ordinary image, and what AlfWorld and Math need beyond it; a tag of its own leaves the ordinary one alone."""
@@ -168,6 +172,8 @@ def main() -> None:
     RESULTS.write_text(json.dumps({"machine": machine, **order, "rows": found}, indent=1) + "\n")
     if not arguments.quick and arguments.only == IDS:
         PAGE_PATH.write_text(PAGE.format(machine=machine, table=table(found), **order))
+        before, mark, rest = OVERVIEW_PATH.read_text().partition(MARK)
+        OVERVIEW_PATH.write_text("\n".join([before + mark, summary(found), "", rest.partition("\n\n")[2]]))
     print(f"written to {RESULTS}")
 
 

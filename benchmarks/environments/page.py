@@ -73,5 +73,30 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *notes]) + ("\n" if notes else "")
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """A line an environment: medians of its calls in this process, in one of its own and in Docker, and what failed."""
+    lines = [
+        "| Environment | `step`, ms | in a process | in Docker | `reset`, ms | in Docker | failures of episodes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ours = [row for row in rows if "error" not in row and row["where"].startswith(("in-process", "process", "Docker"))]
+    for id in dict.fromkeys(row["id"] for row in ours):
+        here, process, docker = (
+            next((row for row in ours if row["id"] == id and is_it(row["where"])), {}) for is_it in _PLACES
+        )
+        cells = [(here, "step"), (process, "step"), (docker, "step"), (here, "reset"), (docker, "reset")]
+        times = [_number(row[f"{call} p50 ms"]) if row else "–" for row, call in cells]
+        failures, ended = (sum(row[name] for row in ours if row["id"] == id) for name in ("failures", "ended"))
+        lines.append(f"| {id} | " + " | ".join(times) + f" | {failures} of {ended + failures:,} |")
+    return "\n".join(lines)
+
+
+_PLACES = (
+    lambda where: where.startswith("in-process") and "Docker" not in where,
+    lambda where: where.startswith("process") and "Docker" not in where,
+    lambda where: "Docker" in where,
+)
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"

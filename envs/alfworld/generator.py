@@ -22,7 +22,7 @@ from agentkit.envs.alfworld import package
 from agentkit.envs.alfworld.games import GAME, SPLITS, TASKS, TRAJECTORY, Split, Task
 from agentkit.envs.alfworld.rooms import LAMP, LAMP_PLACES, LAMP_ROOMS, TEMPLATES, Kind, Scene, scene
 
-COUNTS: dict[Split, int] = {"train": 240, "valid_seen": 48, "valid_unseen": 48}
+COUNTS: dict[Split, int] = {"train": 1_200, "valid_seen": 96, "valid_unseen": 96}
 """Games of the collection; every sixth is of the same task."""
 _SEEN_SCENES, _UNSEEN_SCENES = range(8), range(8, 12)
 _STATION = {
