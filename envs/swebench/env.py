@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,10 +40,17 @@ _RULES = (
 )
 # Conda is how official images keep the packages that the repository needs.
 _ENTER = "[ ! -f /opt/miniconda3/bin/activate ] || . /opt/miniconda3/bin/activate testbed"
-_DIFF = (
-    "git -c core.hooksPath=/dev/null add -A && "
-    "git -c core.fileMode=false diff --cached --binary --no-color --no-ext-diff --no-textconv --no-renames "
-)
+_DIFF = r"""
+export GIT_INDEX_FILE="/tmp/.index-$$"
+git() {{ command git -c core.hooksPath=/dev/null -c core.fsmonitor=false "$@"; }}
+git read-tree {base} || exit
+git add --update --ignore-errors
+git ls-files -z --others --exclude-standard | grep -zv '/$' |
+    git --literal-pathspecs add --ignore-errors --pathspec-from-file=- --pathspec-file-nul
+git diff-index --cached --patch --binary --no-color --no-ext-diff --no-textconv --no-renames {base}
+"""
+"""The change since the first commit. From an index of its own: the agent's may be locked or lie. Without files that
+cannot be read and repositories inside, whose names end in a slash. ``diff-index`` obeys no setting of a diff's look."""
 _GIT_TIMEOUT = 120.0
 
 
@@ -85,11 +93,12 @@ class SWEBench(AsyncTextEnv):
         eval_timeout: float = 1800.0,
         spares: int = 1,
     ) -> None:
-        if min(command_timeout, time_limit, eval_timeout) <= 0 or output_limit < 100 or spares < 0:
-            raise ConfigError(
-                f"command_timeout={command_timeout}, time_limit={time_limit}, eval_timeout={eval_timeout} must be "
-                f"positive, output_limit={output_limit} at least 100, spares={spares} not negative"
-            )
+        seconds = {"command_timeout": command_timeout, "time_limit": time_limit, "eval_timeout": eval_timeout}
+        for name, value in seconds.items():
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
+        if output_limit < 100 or spares < 0:
+            raise ConfigError(f"output_limit={output_limit} must be at least 100, and spares={spares} not negative")
         path = store.find(instances)
         self.instances = _chosen(instance.load(path), instance_ids, split, path)
         """What episodes are drawn from."""
@@ -99,7 +108,7 @@ class SWEBench(AsyncTextEnv):
         self._backend, self._spares = backend, spares
         try:
             self._resources = Resources(**(resources or {}))
-        except ValidationError as error:
+        except (TypeError, ValidationError) as error:
             raise ConfigError(f"resources={resources!r} are no limits of a sandbox: {error}") from None
         self._command_timeout, self._time_limit = command_timeout, time_limit
         self._output_limit, self._eval_timeout = output_limit, eval_timeout
@@ -146,7 +155,10 @@ class SWEBench(AsyncTextEnv):
     async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         if self._shell is None or self._lease is None or self.instance is None:
             raise ResetNeeded("the episode is over (or has not begun): call reset() first")
-        call = tools.parse(action)
+        try:
+            call = tools.parse(action)
+        except ValueError as problem:
+            return f"[{problem}: nothing was changed]", 0.0, False, False, self._info(valid=False)
         if call is None:
             return f"[this is no action; the tools are:\n{tools.USAGE}]", 0.0, False, False, self._info(valid=False)
         if isinstance(call, tools.Submit):
@@ -184,9 +196,12 @@ class SWEBench(AsyncTextEnv):
     async def _use(self, call: tools.Bash | tools.View | tools.Create | tools.Edit, shell: Shell, lease: Lease) -> str:
         if isinstance(call, tools.Bash):
             timeout = min(self._command_timeout, max(self._time_limit - self._spent, 0.1))
-            observation, seconds = await tools.run_bash(shell, call, timeout, self._output_limit)
-            self._spent += seconds
-            return observation
+            # A character takes up to four bytes; what is kept beyond the limit is clipped afterwards.
+            result = await shell.run(call.command, timeout=timeout, output_limit=4 * self._output_limit)
+            if result.session_restarted:
+                await shell.run(_ENTER, check=True)
+            self._spent += result.duration
+            return tools.shown(result, self._output_limit, timeout)
         path = posixpath.normpath(posixpath.join(REPOSITORY, call.path))
         placed = type(call)(**{**vars(call), "path": path})
         return tools.clip(await tools.use_editor(lease.box.files, placed, self._output_limit), self._output_limit)
@@ -196,18 +211,18 @@ class SWEBench(AsyncTextEnv):
         assert self._supply is not None
         assert self._lease is not None
         try:
-            diff = f"{_DIFF}{self._base}"
             quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
             taken = await self._lease.box.exec(
-                diff, cwd=REPOSITORY, env=quiet, timeout=_GIT_TIMEOUT, output_limit=PATCH_LIMIT
+                _DIFF.format(base=self._base), cwd=REPOSITORY, env=quiet, timeout=_GIT_TIMEOUT, output_limit=PATCH_LIMIT
             )
             await self._put_away()
             # An agent that broke its repository, or filled it, has no patch: that is its own doing.
-            patch = taken.stdout if taken.ok and not taken.truncated else ""
-            if not patch.strip():
+            if not taken.ok or not taken.stdout_bytes.strip():
                 return Verdict("no patch")
+            if taken.truncated:
+                return Verdict("patch too large")
             async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
-                return await evaluation.evaluate(box, task.row, patch, self._eval_timeout)
+                return await evaluation.evaluate(box, task.row, taken.stdout_bytes, self._eval_timeout)
         except SandboxError as error:
             await self._put_away()
             raise EnvCrashed(f"{task.id} could not be graded: {error}") from error
@@ -240,6 +255,7 @@ class SWEBench(AsyncTextEnv):
 def _chosen(tasks: list[Instance], ids: Sequence[str] | None, split: Split | None, where: Path) -> tuple[Instance, ...]:
     if split not in (None, "train", "test"):
         raise ConfigError(f"split={split!r} must be 'train', 'test' or None")
+    ids = (ids,) if isinstance(ids, str) else ids
     missing = set(ids or ()) - {task.id for task in tasks}
     if missing:
         raise ConfigError(f"{where} has no instance {', '.join(sorted(missing))}")

@@ -26,7 +26,9 @@ LOG_LIMIT = 32 << 20
 _PATCH, _SCRIPT = "/tmp/patch.diff", "/tmp/eval.sh"
 _APPLY_TIMEOUT = 120.0
 
-Outcome = Literal["resolved", "unresolved", "no patch", "patch does not apply", "timeout", "no results"]
+Outcome = Literal[
+    "resolved", "unresolved", "no patch", "patch too large", "patch does not apply", "timeout", "no results"
+]
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Verdict:
         return self.outcome == "resolved"
 
 
-async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: str, timeout: float) -> Verdict:
+async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: bytes, timeout: float) -> Verdict:
     """Apply ``patch`` in a fresh sandbox of the instance and run its tests, for at most ``timeout`` seconds.
+
+    A patch is bytes, as the files that it changes may be in any encoding.
 
     Raises ``SandboxError`` if the sandbox failed, memory that ran out included.
     """
@@ -55,7 +59,7 @@ async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: str, timeout: fl
     log = await run_tests(box, row, timeout)
     if log is None:
         return Verdict("timeout")
-    report = await asyncio.to_thread(grading.report, row, patch, log)
+    report = await asyncio.to_thread(grading.report, row, patch.decode("utf-8", "replace"), log)
     outcome: Outcome = "resolved" if report.resolved else "unresolved" if report.graded else "no results"
     return Verdict(outcome, report, log)
 
@@ -70,7 +74,7 @@ async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str
     return None if result.timed_out else result.stdout
 
 
-async def apply(box: Sandbox, patch: str) -> bool:
+async def apply(box: Sandbox, patch: bytes) -> bool:
     """Whether ``patch`` could be applied, by one of the official commands."""
     await box.files.write(_PATCH, patch)
     for attempt, command in enumerate(await asyncio.to_thread(grading.apply_commands)):

@@ -1,12 +1,14 @@
 """Whether a test log says that an instance is resolved, as the official evaluation decides it.
 
 Invariant: every decision is the ``swebench`` package's own: its test specification and evaluation script, its parsers,
-its cross-check of the exit code, its rules for FAIL_TO_PASS and PASS_TO_PASS. Nothing here runs anything.
+its cross-check of the exit code, its rules for FAIL_TO_PASS and PASS_TO_PASS. Nothing here runs anything. One thing is
+stricter: nothing of a patch's text reaches the log that is read, where it could stand for results.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +18,11 @@ from typing import Any
 
 from agentkit.envs.swebench.instance import EXTRA
 from agentkit.errors import ConfigError
+
+_SHOWS_THE_PATCH = re.compile(r"^git (status|show|(-c core\.fileMode=false )?diff( .*)?)$", re.MULTILINE)
+"""Commands of an evaluation script that print what the agent wrote, for people who read logs. The official readers take
+the first marks that they find, and a carriage return for the end of a line: in a change log alone an agent could write
+down that all tests passed."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ def apply_commands() -> tuple[str, ...]:
 
 
 def eval_script(row: Mapping[str, Any]) -> str:
-    """The script that runs an instance's tests and prints between marks what the parsers read."""
-    return official().test_spec(dict(row)).eval_script
+    """The script that runs an instance's tests and prints between marks what the parsers read; it shows no patch."""
+    return _SHOWS_THE_PATCH.sub(":", official().test_spec(dict(row)).eval_script)
 
 
 def statuses(row: Mapping[str, Any], log: str) -> dict[str, str] | None:

@@ -9,12 +9,12 @@ The first line names the tool; what it needs follows, on that line or below it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from agentkit.errors import DiskFull, FileTooLarge, PathError
 from agentkit.sandboxes.files import Files
-from agentkit.sandboxes.shell import Shell, ShellResult
+from agentkit.sandboxes.shell import ShellResult
 
 USAGE = """\
 bash COMMAND
@@ -34,7 +34,8 @@ submit
     ends your work: the tests are run"""
 FILE_LIMIT = 4 << 20
 """Bytes of a file that the editor opens."""
-_EDIT = re.compile(r"<{7} SEARCH\n(.*?)^={7}$\n?(.*?)^>{7} REPLACE\s*\Z", re.DOTALL | re.MULTILINE)
+_EDIT = re.compile(r"<{7} SEARCH\n(.*)^>{7} REPLACE\s*\Z", re.DOTALL | re.MULTILINE)
+_DIVIDER = "======="
 _VIEW = re.compile(r"(.+?)(?:\s+(\d{1,9})\s+(\d{1,9}))?")
 
 
@@ -59,8 +60,9 @@ class Create:
 @dataclass(frozen=True)
 class Edit:
     path: str
-    old: str
-    new: str
+    old: tuple[str, ...]
+    """Lines, without their ends."""
+    new: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ Call = Bash | View | Create | Edit | Submit
 
 
 def parse(action: str) -> Call | None:
-    """The call that ``action`` asks for; None if it is none."""
+    """The call that ``action`` asks for; None if it is none.
+
+    Raises ``ValueError`` for a block of ``edit`` that is none, or could be read in two ways; the message says why.
+    """
     if "\0" in action:
         return None
     head, _, body = action.strip().partition("\n")
@@ -91,8 +96,12 @@ def parse(action: str) -> Call | None:
             return View(match[1], int(match[2] or 1), int(match[3]) if match[3] else None)
     if tool == "create":
         return Create(argument, f"{body}\n" if body else "")
-    if tool == "edit" and (match := _EDIT.fullmatch(f"{body}\n")) is not None:
-        return Edit(argument, match[1].removesuffix("\n"), match[2].removesuffix("\n"))
+    if tool == "edit" and (match := _EDIT.fullmatch(f"{body}\n".replace("\r\n", "\n"))) is not None:
+        lines = match[1].split("\n")[:-1]
+        if lines.count(_DIVIDER) != 1:
+            raise ValueError(f"{lines.count(_DIVIDER)} lines of the block are {_DIVIDER}, and one must divide it")
+        divider = lines.index(_DIVIDER)
+        return Edit(argument, tuple(lines[:divider]), tuple(lines[divider + 1 :]))
     return None
 
 
@@ -122,13 +131,6 @@ def shown(result: ShellResult, limit: int, timeout: float) -> str:
     return "\n".join([*lines, *(f"[{note}]" for note in notes)]) or "[no output]"
 
 
-async def run_bash(shell: Shell, call: Bash, timeout: float, limit: int) -> tuple[str, float]:
-    """Observation, and the seconds that it took. Raises ``SandboxError``."""
-    # A character takes up to four bytes; what is kept beyond the limit is clipped afterwards.
-    result = await shell.run(call.command, timeout=timeout, output_limit=4 * limit)
-    return shown(result, limit, timeout), result.duration
-
-
 async def use_editor(files: Files, call: View | Create | Edit, limit: int) -> str:
     """The observation. ``call.path`` is absolute. Raises ``SandboxError`` if the sandbox failed."""
     try:
@@ -154,7 +156,7 @@ async def use_editor(files: Files, call: View | Create | Edit, limit: int) -> st
 
 def view(text: str, call: View, limit: int) -> str:
     """Numbered lines of a file."""
-    lines = text.splitlines()
+    lines = _lines(text)
     last = len(lines) if call.last is None else min(call.last, len(lines))
     if not lines:
         return "[the file is empty]"
@@ -163,15 +165,19 @@ def view(text: str, call: View, limit: int) -> str:
     return clip("\n".join(f"{n:6d}  {lines[n - 1]}" for n in range(call.first, last + 1)), limit)
 
 
-def replaced(text: str, old: str, new: str) -> str | int:
+def replaced(text: str, old: Sequence[str], new: Sequence[str]) -> str | int:
     """``text`` with the lines ``old`` replaced by ``new``, or how often they occur, if that is not once."""
-    if "\r\n" in text:
-        old, new = (part.replace("\n", "\r\n") for part in (old, new))
-    count = text.count(old) if old else 0
-    if count != 1:
-        return count
-    if not new:  # whole lines go, the end of the last one too
-        ending: Literal["\r\n", "\n"] = "\r\n" if "\r\n" in text else "\n"
-        if f"{old}{ending}" in text:
-            old += ending
-    return text.replace(old, new)
+    lines, wanted = _lines(text), list(old)
+    starts = [n for n in range(len(lines) - len(wanted) + 1) if lines[n : n + len(wanted)] == wanted] if old else []
+    if len(starts) != 1:
+        return len(starts)
+    end = "\r\n" if "\r\n" in text else "\n"
+    whole = text.split("\n")
+    whole[starts[0] : starts[0] + len(wanted)] = [line + end[:-1] for line in new]
+    return "\n".join(whole)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as editors and tracebacks number them: a form feed ends none."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]

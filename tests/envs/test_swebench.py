@@ -44,7 +44,10 @@ def test_the_evaluation_script_is_the_official_one_and_records_the_exit_code() -
     task = next(task for task in instance.load(lite_dev()) if task.id == "sqlfluff__sqlfluff-1625")
     script = grading.eval_script(task.row).splitlines()
     given = task.row["eval_script"].splitlines()
-    assert [line for line in script if "SWEBENCH_TEST_EXIT_CODE" not in line] == given
+    shown = {"git status", "git show", f"git -c core.fileMode=false diff {task.row['base_commit']}"}
+    quiet = [":" if line in shown else line for line in given]
+    assert quiet.count(":") == 3
+    assert [line for line in script if "SWEBENCH_TEST_EXIT_CODE" not in line] == quiet
     added = [line for line in script if "SWEBENCH_TEST_EXIT_CODE" in line]
     assert len(added) == 2
     end = next(n for n, line in enumerate(script) if "End Test Output" in line)
@@ -137,7 +140,7 @@ def test_instances_are_chosen_by_name_and_by_split() -> None:
     assert one.id == "pvlib__pvlib-python-1072"
     with pytest.raises(ConfigError, match="has no instance nobody__nothing-1"):
         SWEBench(instances=lite_dev(), instance_ids=["nobody__nothing-1"])
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="positive number of seconds"):
         SWEBench(instances=lite_dev(), command_timeout=0)
     with pytest.raises(ConfigError, match="are no limits of a sandbox"):
         SWEBench(instances=lite_dev(), resources={"memry": "1g"})
@@ -239,8 +242,10 @@ def test_everything_runs_with_fixed_time_zone_and_hashes() -> None:
         ("view a file.py 3 10", tools.View("a file.py", 3, 10)),
         ("create a/b.py\nimport os\n\n  x", tools.Create("a/b.py", "import os\n\n  x\n")),
         ("create empty.py", tools.Create("empty.py", "")),
-        ("edit x\n<<<<<<< SEARCH\n  a\n=======\n  b\n  c\n>>>>>>> REPLACE", tools.Edit("x", "  a", "  b\n  c")),
-        ("edit x\n<<<<<<< SEARCH\na\n=======\n>>>>>>> REPLACE", tools.Edit("x", "a", "")),
+        ("edit x\n<<<<<<< SEARCH\n  a\n=======\n  b\n  c\n>>>>>>> REPLACE", tools.Edit("x", ("  a",), ("  b", "  c"))),
+        ("edit x\n<<<<<<< SEARCH\na\n=======\n>>>>>>> REPLACE", tools.Edit("x", ("a",), ())),
+        ("edit x\n<<<<<<< SEARCH\na\n=======\n\n>>>>>>> REPLACE", tools.Edit("x", ("a",), ("",))),
+        ("edit x\r\n<<<<<<< SEARCH\r\na\r\n=======\r\nb\r\n>>>>>>> REPLACE", tools.Edit("x", ("a",), ("b",))),
         ("submit", tools.Submit()),
         (" submit \n", tools.Submit()),
         ("", None),
@@ -250,12 +255,17 @@ def test_everything_runs_with_fixed_time_zone_and_hashes() -> None:
         ("view", None),
         ("view a 1 2\nb", None),
         ("edit x\nnothing", None),
-        ("edit x\n<<<<<<< SEARCH\na\n>>>>>>> REPLACE", None),
         ("bash echo \0", None),
     ],
 )
 def test_actions(action: str, call: object) -> None:
     assert tools.parse(action) == call
+
+
+@pytest.mark.parametrize("block", ["a", "Title\n=======\ntext\n=======\nTitle\n=======\nwords"])
+def test_a_block_that_cannot_be_divided_says_so(block: str) -> None:
+    with pytest.raises(ValueError, match=f"{block.count('=======')} lines of the block are ======="):
+        tools.parse(f"edit x\n<<<<<<< SEARCH\n{block}\n>>>>>>> REPLACE")
 
 
 def test_the_usage_shows_actions_that_exist() -> None:
@@ -265,17 +275,23 @@ def test_the_usage_shows_actions_that_exist() -> None:
 @pytest.mark.parametrize(
     ("text", "old", "new", "after"),
     [
-        ("a\nb\nc\n", "b", "x\ny", "a\nx\ny\nc\n"),
-        ("a\nb\nc\n", "b", "", "a\nc\n"),
-        ("a\nb", "b", "", "a\n"),
-        ("a\r\nb\r\nc\r\n", "a\nb", "x\ny", "x\r\ny\r\nc\r\n"),
-        ("a\na\n", "a", "b", 2),
-        ("a\n", "x", "b", 0),
-        ("a\n", "", "b", 0),
+        ("a\nb\nc\n", "b\n", "x\ny\n", "a\nx\ny\nc\n"),
+        ("a\nb\nc\n", "b\n", "", "a\nc\n"),
+        ("a\nb\nc\n", "b\n", "\n", "a\n\nc\n"),
+        ("a\nb", "b\n", "", "a"),
+        ("a\nb", "b\n", "c\nd\n", "a\nc\nd"),
+        ("a\r\nb\r\nc\r\n", "a\nb\n", "x\ny\n", "x\r\ny\r\nc\r\n"),
+        ("max = 10\n", "x = 1\n", "y = 2\n", 0),
+        ("return a\nreturn ab\n", "return a\n", "return b\n", "return b\nreturn ab\n"),
+        ("ab = 1\nc = 2\n", "b = 1\n", "", 0),
+        ("a\x0cb\nc\n", "c\n", "d\n", "a\x0cb\nd\n"),
+        ("a\na\na\n", "a\na\n", "b\n", 2),
+        ("a\n", "x\n", "b\n", 0),
+        ("a\n", "", "b\n", 0),
     ],
 )
 def test_replacing(text: str, old: str, new: str, after: str | int) -> None:
-    assert tools.replaced(text, old, new) == after
+    assert tools.replaced(text, old.split("\n")[:-1], new.split("\n")[:-1]) == after
 
 
 def test_observations_are_bounded_and_say_what_is_missing() -> None:
@@ -283,6 +299,7 @@ def test_observations_are_bounded_and_say_what_is_missing() -> None:
     assert tools.clip("a" * 50 + "b" * 50, 20) == "a" * 10 + "\n[… 80 characters left out …]\n" + "b" * 10
     assert tools.view("a\nb\nc\n", tools.View("f", 2, 9), 100) == "     2  b\n     3  c"
     assert tools.view("a\n", tools.View("f", 2, 3), 100) == "[the file has 1 lines; there is nothing from 2 to 3]"
+    assert tools.view("a\x0cb\r\nc", tools.View("f"), 100) == "     1  a\x0cb\n     2  c"
     assert tools.view("", tools.View("f"), 100) == "[the file is empty]"
 
 

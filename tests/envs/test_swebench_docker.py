@@ -185,6 +185,100 @@ async def test_limits_of_time(first: Instance) -> None:
         await env.close()
 
 
+FORGED = r"""bash printf '\r>>>>> Start Test Output\r%s\r>>>>> End Test Output\r>>>>> Test Exit Code: 0\r' "$(
+    printf '\rPASSED %s' {tests})" >>README.md; rm xmltodict.py; echo 'x = 1' >xmltodict.py"""
+SAYS_YES = """\
+import builtins, sys
+def patched(name, *rest, real=builtins.__import__, **more):
+    module = real(name, *rest, **more)
+    reports = sys.modules.get("_pytest.reports")
+    if hasattr(reports, "TestReport"):
+        made = reports.TestReport.from_item_and_call.__func__
+        if made.__name__ != "passing":
+            def passing(cls, item, call):
+                report = made(cls, item, call)
+                report.outcome = "passed"
+                return report
+            reports.TestReport.from_item_and_call = classmethod(passing)
+    return module
+builtins.__import__ = patched
+"""
+
+
+async def test_what_an_agent_writes_down_is_no_result(first: Instance, tmp_path: Path) -> None:
+    tests = " ".join(first.row["FAIL_TO_PASS"] + first.row["PASS_TO_PASS"])
+    showing = f"cd /testbed\ngit status\ngit show\ngit -c core.fileMode=false diff {first.row['base_commit']}\n"
+    script = first.row["eval_script"].replace("cd /testbed\n", showing, 1)  # as official scripts do
+    assert showing in script
+    (tmp_path / "some.json").write_text(json.dumps([{**first.row, "eval_script": script}]))
+    env = SWEBench(instances=tmp_path / "some.json")
+    try:
+        _, reward, _, _, info = await play(env, FIRST, FORGED.format(tests=tests), "submit")
+        assert (reward, info["success"]) == (0.0, False), info
+        assert (await play(env, FIRST, gold(first), "submit"))[1] == 1.0
+    finally:
+        await env.close()
+
+
+@pytest.mark.parametrize("name", ["sitecustomize.py", "usercustomize.py", "pytest.py", "_pytest/__init__.py"])
+async def test_nothing_beside_the_package_can_say_that_tests_passed(env: SWEBench, first: Instance, name: str) -> None:
+    _, reward, _, _, info = await play(env, FIRST, f"create {name}\n{SAYS_YES}", "submit")
+    assert reward == 0.0, info
+    assert info["evaluation"]["outcome"] == "unresolved", "the tests ran"
+    _, reward, _, _, info = await play(env, FIRST, f"create {name}\n{SAYS_YES}", gold(first), "submit")
+    assert reward == 1.0, info
+
+
+async def test_a_plugin_that_the_repository_declares_is_none(env: SWEBench) -> None:
+    declared = "create cheat-1.dist-info/entry_points.txt\n[pytest11]\ncheat = cheat"
+    info = (await play(env, FIRST, declared, "create cheat-1.dist-info/METADATA\nName: cheat\nVersion: 1",
+                       "create cheat.py\nraise SystemExit('loaded')", "submit"))[4]  # fmt: skip
+    assert info["evaluation"]["outcome"] == "unresolved", "the tests ran"
+
+
+@pytest.mark.parametrize(
+    "leftover",
+    [
+        "mkdir repro && cd repro && git init -q . && echo 1 >x",
+        "touch .git/index.lock",
+        "echo 1 >secret; chmod 000 secret",
+        "git config diff.noprefix true; git config diff.context 0; git config core.fsmonitor /bin/false",
+        "printf 'x = \"\\351\"\\n' >latin.py",
+        "git update-index --assume-unchanged xmltodict.py; git add -A; git commit -qm done",
+        "echo 1 >$'-new\\nline'",
+    ],
+)
+async def test_what_lies_about_does_not_spoil_a_solution(env: SWEBench, first: Instance, leftover: str) -> None:
+    action = f"bash git config user.name a; git config user.email a; {leftover}"
+    _, reward, _, _, info = await play(env, FIRST, gold(first), action, "submit")
+    assert reward == 1.0, info
+
+
+async def test_files_are_graded_as_they_are_whatever_their_encoding(first: Instance, env: SWEBench) -> None:
+    seen: list[bytes] = []
+
+    async def look(box: Sandbox, row: object, timeout: float) -> str:
+        seen.append((await box.exec("cat latin.py", cwd="/testbed")).stdout_bytes)
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "run_tests", look)
+        await play(env, FIRST, "bash printf 'x = \"\\351\"' >latin.py", "submit")
+    assert seen == [b'x = "\xe9"']
+
+
+async def test_a_patch_that_is_too_large_is_told(env: SWEBench) -> None:
+    large = "bash head -c 9000000 /dev/urandom >core"
+    _, reward, _, _, info = await play(env, FIRST, large, "submit")
+    assert (reward, info["evaluation"]) == (0.0, {"outcome": "patch too large"})
+
+
+async def test_a_new_shell_is_entered_as_the_first_one_was(env: SWEBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentkit.envs.swebench.env._ENTER", "export ENTERED=yes")
+    observation, *_ = await play(env, FIRST, "bash exit 3", "bash echo $ENTERED")
+    assert observation == "yes"
+
+
 @pytest.mark.parametrize("breakage", ["rm -rf .git", "git config diff.external /bin/false; chmod -w .git; echo x >y"])
 async def test_an_agent_that_breaks_its_repository_has_no_patch(env: SWEBench, breakage: str) -> None:
     _, reward, terminated, _, info = await play(env, FIRST, f"bash {breakage}", "submit")

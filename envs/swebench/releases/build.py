@@ -33,6 +33,17 @@ PYTEST = ("pytest==7.4.4", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2
 """What runs the tests: old ones break under newer versions."""
 _CONFIGURATION = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml")
 """What pytest obeys at the top of a repository: the tests' own, not the agent's."""
+_PYTEST = """\
+import os, sys, pytest
+roots = os.environ["PYTHONPATH"] = sys.argv.pop(1)
+class Repository:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.path[:0] = [os.getcwd(), *roots.split(":")]
+sys.exit(pytest.main(plugins=[Repository()]))
+"""
+"""Runs pytest, which finds the repository only after itself and its plugins: nothing there, a `sitecustomize`, a
+`pytest.py` or the metadata of a package, can take their place."""
 _PARSER = "parse_log_pytest"
 
 Progress = Callable[[str], None]
@@ -132,14 +143,12 @@ def eval_script(commit: str, old: Tree, change: Change) -> str:
         "#!/bin/bash",
         "set -uxo pipefail",
         "cd /testbed",
-        "git status",
-        f"git -c core.fileMode=false diff {commit}",
         f"rm -rf {shlex.join([*folders, *strange])}",
         restore,
         f"git apply -v - <<'{mark}'\n{change.test_patch}{mark}",
         ": '>>>>> Start Test Output'",
-        "python3 -m pytest -rA -p no:cacheprovider -o addopts= --continue-on-collection-errors "
-        + shlex.join(change.modules),
+        f'env -u PYTHONPATH python3 -P -c {shlex.quote(_PYTEST)} "$PYTHONPATH" -rA -p no:cacheprovider -o addopts= '
+        f"--continue-on-collection-errors {shlex.join(change.modules)}",
         ": '>>>>> End Test Output'",
         restore,
     ]
@@ -195,7 +204,7 @@ async def _runs(row: Mapping[str, Any]) -> tuple[list[Mapping[str, str]], list[M
 
 async def _statuses(row: Mapping[str, Any], patch: str) -> Mapping[str, str]:
     async with await Sandbox.create(supply.spec_of(Instance(row), Resources())) as box:
-        if patch and not await evaluation.apply(box, patch):
+        if patch and not await evaluation.apply(box, patch.encode()):
             raise ConfigError(f"{row['instance_id']}: the change of the sources does not apply as a patch")
         log = await evaluation.run_tests(box, row, TEST_TIMEOUT)
     if log is None:
