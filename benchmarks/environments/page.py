@@ -25,9 +25,9 @@ Every episode has a task of its own, up to a hundred, for rivals too: gymnasium'
 of 6×6 with one box, seen as pictures of a pixel a cell. These two move at random; TextWorld moves as the expert does.
 `in-process` is `agentkit.make`, the rest `agentkit.make_vec`, whose calls go through an event loop. In Docker,
 environments that declare `inline` share a sandbox, up to 64 of them; AlfWorld-v0 has one for each. Countdown-v0,
-Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that differ from the known ones in form,
-so that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and put
-what is tested into sandboxes.
+Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that are spelt otherwise than the known
+ones, so that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and
+put what is tested into sandboxes.
 """
 _COLUMNS = (
     "environment", "where", "steps/s", "reset p50 ms", "p95", "step p50 ms", "p95", "MiB each", "episodes", "solved",

@@ -13,6 +13,7 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from agentkit.envs.base import AsyncTextEnv, Info
+from agentkit.envs.math.forms import in_form
 from agentkit.envs.math.problems import Problem, draw
 from agentkit.envs.math.verifier import verifier
 from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, runner
@@ -27,7 +28,7 @@ _SHOWN = 4_000
 
 
 class Math(AsyncTextEnv):
-    r"""Solve a problem; reward 1 for an answer that equals the known one, else 0.
+    r"""Solve a problem; reward 1 for an answer that equals the known one and has the problem's form, else 0.
 
     Args:
         path: a file of problems, one JSON object a line; None draws problems from the seed.
@@ -139,10 +140,11 @@ class Math(AsyncTextEnv):
 
     async def _equals(self, answer: str) -> bool:
         assert self.problem is not None
-        gold = self.problem.answer
+        gold, form = self.problem.answer, self.problem.form
         if "".join(answer.split()) == "".join(gold.split()):
             return True
-        return await self._verifier.use(lambda shared: shared.equal(gold, answer))
+        given = answer if form is None else in_form(answer, form)
+        return given is not None and await self._verifier.use(lambda shared: shared.equal(gold, given))
 
     def _info(self, success: bool, *, valid: bool = True) -> Info:
         assert self.problem is not None

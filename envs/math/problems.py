@@ -11,9 +11,10 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from agentkit.config import Strict
+from agentkit.envs.math.forms import Form, in_form
 from agentkit.envs.tasks import Split, part_of
 
 
@@ -27,6 +28,14 @@ class Problem(Strict):
     """In LaTeX."""
     topic: str = "problem"
     """Successes are counted for each."""
+    form: Form | None = None
+    """What an answer must be beside equal; None asks for nothing more."""
+
+    @model_validator(mode="after")
+    def _answer_has_the_form(self) -> Problem:
+        if self.form is not None and in_form(self.answer, self.form) is None:
+            raise ValueError(f"the answer {self.answer!r} is not of the form {self.form!r}")
+        return self
 
 
 Draw = Callable[[Callable[[int, int], int]], tuple[str, str]]
@@ -40,10 +49,10 @@ def draw(rng: np.random.Generator, split: Split | None) -> Problem:
         return int(rng.integers(low, high + 1))
 
     while True:
-        topic, make = KINDS[integer(0, len(KINDS) - 1)]
+        topic, form, make = KINDS[integer(0, len(KINDS) - 1)]
         text, answer = make(integer)
         if split is None or part_of(text) == split:
-            return Problem(problem=text, answer=answer, topic=topic)
+            return Problem(problem=text, answer=answer, topic=topic, form=form)
 
 
 def number(value: Fraction | int) -> str:
@@ -134,16 +143,16 @@ def _integral(integer: Callable[[int, int], int]) -> tuple[str, str]:
     return f"Compute $\\int_{{{low}}}^{{{high}}} ({polynomial(factors)}) \\, dx$.", number(area)
 
 
-KINDS: tuple[tuple[str, Draw], ...] = (
-    ("arithmetic", _sum),
-    ("arithmetic", _fractions),
-    ("algebra", _linear),
-    ("algebra", _system),
-    ("algebra", _expand),
-    ("algebra", _roots),
-    ("number_theory", _common),
-    ("number_theory", _remainder),
-    ("number_theory", _divisors),
-    ("calculus", _derivative),
-    ("calculus", _integral),
+KINDS: tuple[tuple[str, Form, Draw], ...] = (
+    ("arithmetic", "number", _sum),
+    ("arithmetic", "lowest terms", _fractions),
+    ("algebra", "number", _linear),
+    ("algebra", "number", _system),
+    ("algebra", "expanded", _expand),
+    ("algebra", "number", _roots),
+    ("number_theory", "number", _common),
+    ("number_theory", "number", _remainder),
+    ("number_theory", "number", _divisors),
+    ("calculus", "expanded", _derivative),
+    ("calculus", "number", _integral),
 )

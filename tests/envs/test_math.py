@@ -18,7 +18,8 @@ from agentkit.envs import shared
 from agentkit.envs.adapters import Blocking
 from agentkit.envs.math import Math
 from agentkit.envs.math.env import answer_in
-from agentkit.envs.math.problems import KINDS, draw, number, polynomial
+from agentkit.envs.math.forms import in_form
+from agentkit.envs.math.problems import KINDS, Problem, draw, number, polynomial
 from agentkit.envs.math.verifier import LONGEST, verifier
 from agentkit.envs.portal import portal
 from agentkit.envs.tasks import part_of
@@ -163,6 +164,117 @@ async def test_equality_is_mathematical(share, gold, answer, same):
     assert await share.use(lambda shared: shared.equal(gold, answer)) is same
 
 
+# Forms.
+
+
+@pytest.mark.parametrize(
+    ("answer", "form", "plain"),
+    [
+        ("5", "number", "5"),
+        ("x = 5", "number", "5"),
+        ("xy=-5", "number", "-5"),
+        (r"x \in \{5\}", "number", "5"),
+        ("−5", "number", "-5"),
+        ("(+5.0)", "number", "+5.0"),
+        ("1,234,567", "number", "1234567"),
+        (r"1{,}120", "number", "1120"),
+        (r"1\,120", "number", "1120"),
+        (r"\text{5}", "number", "5"),
+        ("-3/4", "number", r"-\frac{3}{4}"),
+        (r"\dfrac{6}{8}", "number", r"\frac{6}{8}"),
+        (r"\left(-\tfrac34\right)", "number", r"-\frac{3}{4}"),
+        (r"\frac {3} {-4}", "number", r"\frac{3}{-4}"),
+        (r"1 \frac{1}{2}", "number", r"1\frac{1}{2}"),
+        (r"86\frac{13}{1}", "number", None),
+        (r"86 \cdot 13", "number", None),
+        ("0 + 5", "number", None),
+        ("--5", "number", None),
+        ("(2)(3)", "number", None),
+        ("2^3", "number", None),
+        ("1/2/3", "number", None),
+        (r"\frac{1}{2} - \frac{1}{3}", "number", None),
+        (r"\frac{1 + 2}{3}", "number", None),
+        (r"\frac{\frac{1}{2}}{3}", "number", None),
+        (r"\gcd(4, 6)", "number", None),
+        (r"\sqrt{4}", "number", None),
+        ("3x = 0", "number", None),
+        ("1, 2", "number", None),
+        ("", "number", None),
+        ("٣", "number", None),
+        ("1" * (LONGEST + 1), "number", None),
+        ("3/4", "lowest terms", r"\frac{3}{4}"),
+        ("-7", "lowest terms", "-7"),
+        ("6/8", "lowest terms", None),
+        (r"\frac{0}{5}", "lowest terms", None),
+        ("0.75", "lowest terms", None),
+        (r"1\frac{1}{2}", "lowest terms", None),
+        (r"f'(x) = 9 \cdot x^2 - 2", "expanded", "9x^2-2"),
+        (r"\frac{dy}{dx} = -2 + 9x^{2}", "expanded", "-2+9x^{2}"),
+        (r"\left(\frac12 x^{2} + -3xy\right)", "expanded", r"\frac{1}{2}x^{2}+-3xy"),
+        ("0", "expanded", "0"),
+        ("(5x + 4)(x + 3)", "expanded", None),
+        ("x(x + 3)", "expanded", None),
+        ("(x + 1)^2", "expanded", None),
+        (r"5x \cdot x + 3", "expanded", None),
+        (r"3 \cdot 2x", "expanded", None),
+        ("x + 2 + 3x", "expanded", None),
+        ("x^1 + x", "expanded", None),
+        ("3x^{3-1}", "expanded", None),
+        ("x^23", "expanded", None),
+        (r"\frac{d}{dx}(x^2)", "expanded", None),
+        (r"\frac{d}{dx} x^2", "expanded", None),
+        (r"\int x dx", "expanded", None),
+    ],
+)
+def test_a_form_is_a_matter_of_the_text(answer, form, plain):
+    assert in_form(answer, form) == plain
+
+
+def unsolved(text):
+    """What a problem's text offers to copy, spelt as an expression or an equation that is true of the answer."""
+    formulas = re.findall(r"\$(.*?)\$", text)
+    integers = re.findall(r"\d+", text)
+    if "Differentiate" in text:
+        formulas = [rf"\frac{{d}}{{dx}}({formulas[0]})", rf"({formulas[0]})'"]
+    elif "divisor of" in text:
+        formulas = [rf"\gcd({integers[0]}, {integers[1]})"]
+    elif "remainder" in text:
+        formulas += [rf"{formulas[0]} \bmod {integers[2]}", rf"{formulas[0]} \pmod{{{integers[2]}}}"]
+    elif "divisors" in text:
+        formulas = [rf"\tau({integers[0]})", rf"\sigma_0({integers[0]})", rf"\sum_{{d \mid {integers[0]}}} 1"]
+    for formula in formulas:
+        left, _, right = formula.partition("=")
+        yield from (formula, f"0 + {formula}", rf"1 \cdot ({formula})", f"(({formula}))", rf"\left({formula}\right)")
+        yield from (f"{{{formula}}}", f"+{formula}", f"-(-({formula}))", f"{formula} + 0", rf"\frac{{{formula}}}{{1}}")
+        yield from (f"x = {formula}", f"({formula})^1", rf"\text{{{formula}}}", f"{formula}={formula}", f"y={formula}")
+        if right:
+            yield from (f"{left} - ({right})", f"{right} = {left}", f"0 = {right} - ({left})")
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+async def test_copying_the_question_earns_nothing_and_its_expert_everything(kind):
+    topic, form, make = KINDS[kind]
+    rng = np.random.default_rng(kind)
+    env = Math()
+    await env.reset(seed=0)
+
+    async def score(answer):
+        env.problem, env._done = problem, False
+        return (await env.step(f"\\boxed{{{answer}}}"))[1]
+
+    for index in range(300):
+        text, answer = make(lambda low, high: int(rng.integers(low, high + 1)))
+        problem = Problem(problem=text, answer=answer, topic=topic, form=form)
+        assert await score(answer) == 1
+        for copy in unsolved(text):
+            assert await score(copy) == 0, (text, copy)
+        if index < 3:  # these have to be compared by computing
+            fraction = answer.replace("\\frac", "\\dfrac")
+            for same in (f"x = {answer}", f"( {answer} )", rf"\left({fraction}\right)", f"\\displaystyle {answer}"):
+                assert await score(same) == 1, (text, same)
+    await env.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_hostile_expressions_end_and_delay_nobody(share):
@@ -242,6 +354,16 @@ async def test_a_users_problem_is_judged(tmp_path, action, reward, valid):
     assert info == {"success": reward == 1.0, "action_valid": valid, "metrics": {"halves/success": reward}}
 
 
+@pytest.mark.parametrize(("answer", "reward"), [("1120", 1.0), ("1,120", 1.0), (r"86 \cdot 13 + 2", 0.0)])
+async def test_a_users_problem_may_ask_for_a_form(tmp_path, answer, reward):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"problem": r"$86 \cdot 13 + 2$?", "answer": "1120.0", "form": "number"}) + "\n")
+    env = Math(path=str(path))
+    await env.reset(seed=1)
+    assert (await env.step(answer))[1] == reward
+    await env.close()
+
+
 def test_wrong_arguments_are_named(tmp_path, monkeypatch):
     wrong: list[dict[str, Any]] = [
         {"max_turns": 3},
@@ -255,6 +377,9 @@ def test_wrong_arguments_are_named(tmp_path, monkeypatch):
     path = tmp_path / "problems.jsonl"
     path.write_text('{"problem": "x"}')
     with pytest.raises(ConfigError, match="line 1: answer"):
+        Math(path=str(path))
+    path.write_text('{"problem": "x", "answer": "1 + 1", "form": "number"}')
+    with pytest.raises(ConfigError, match=r"line 1: .*'1 \+ 1' is not of the form 'number'"):
         Math(path=str(path))
     assert Math.max_turns_for(tools=True) == 8
     assert Math.max_turns_for(tools=True, max_turns=3) == 3
