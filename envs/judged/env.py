@@ -5,6 +5,7 @@ Invariant: an episode is one step. The reward is the judge's score; without one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ class Judged(AsyncTextEnv):
         check_split(split)
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold={threshold} must lie above 0 and be at most 1")
-        if timeout <= 0:
+        if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout} must be a positive number of seconds")
         self._questions = load(path, Question, "question", split)
         self._threshold = threshold

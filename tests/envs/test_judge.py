@@ -1,6 +1,7 @@
 """A judge behind a real HTTP server: what it says is the reward, and whatever it fails to say is nobody's fault."""
 
 import json
+import math
 import time
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_verdicts_are_read(text, score):
 
 
 def test_wrong_arguments_are_named(path):
-    wrong: list[dict[str, Any]] = [{"threshold": 0.0}, {"timeout": 0.0}, {"split": "dev"}]
+    wrong: list[dict[str, Any]] = [{"threshold": 0.0}, {"split": "dev"}]
+    wrong += [{"timeout": timeout} for timeout in (0.0, math.nan, math.inf)]
     for kwargs in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
             Judged(path=path, url="http://localhost", model="m", **kwargs)
