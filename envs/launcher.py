@@ -1,14 +1,15 @@
 """Runs inside a sandbox, before a program that nobody trusts: sets its limits, then becomes it.
 
 Invariant: what follows cannot lift the limits, and cannot signal the process that this was started by (the sandbox's
-agent, which has the same user): a program may fail as it likes, but it does not take its sandbox down with it.
+agent, which has the same user): a program may fail as it likes, but it does not take its sandbox down with it. What
+fails before the program begins, ends with a secret on standard error; a program never sees it, and so cannot claim that
+it was not begun.
 
 Sent as text and run by ``python3 -I -S -c``; needs the standard library alone.
 
-    launcher SECONDS BYTES PROGRAM      # of processor time, of address space
+    launcher SECRET SECONDS BYTES PROGRAM      # of processor time, of address space
 """
 
-import ctypes
 import os
 import platform
 import resource
@@ -57,6 +58,8 @@ def op(code, value, if_true=0, if_false=0):
 
 
 def install(code):
+    import ctypes  # which not every Python has
+
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
@@ -64,8 +67,7 @@ def install(code):
         raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
 
 
-def main():
-    seconds, memory, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def main(seconds, memory, path):
     parent = os.getppid()
     code = guard(platform.machine(), parent, os.getpgid(parent))
     if code:
@@ -77,4 +79,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    except Exception as error:
+        sys.exit(f"{error!r} {sys.argv[1]}")

@@ -2,7 +2,7 @@
 
 Invariant: a program sees its own text and input, nothing else of the host; each run has a fresh directory, and a
 sandbox that holds anything of an earlier program (a process, a file) is never given to the next. How a program ends is
-a ``Run``; a sandbox that fails is an ``EnvError``, whatever the program did before.
+a ``Run``; a sandbox that fails, or cannot start it, is an ``EnvError``, whatever the program did before.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class Run:
     stdout: str
     stderr: str
     failure: Failure
+
+
+def check_time_limit(time_limit: int) -> None:
+    """Raises ``ValueError`` for what programs cannot be limited to."""
+    if type(time_limit) is not int or not 1 <= time_limit <= 600:
+        raise ValueError(f"time_limit={time_limit!r} must lie between 1 and 600 whole seconds")
 
 
 def runner(backend: str, memory: int | str) -> Share[Runner]:
@@ -143,16 +149,18 @@ class Runner:
 
 
 async def _run(box: Sandbox, source: str, text: str, limits: Limits) -> Run:
-    directory = f"run-{uuid.uuid4().hex}"
+    directory, secret = f"run-{uuid.uuid4().hex}", uuid.uuid4().hex
     await box.files.write(f"{directory}/main.py", source.encode("utf-8", "replace"))
-    command = ["python3", "-I", "-S", "-c", _LAUNCHER, str(limits.seconds), str(limits.memory), "main.py"]
+    arguments = [secret, str(limits.seconds), str(limits.memory), "main.py"]
     result = await box.exec(
-        command,
+        ["python3", "-I", "-S", "-c", _LAUNCHER, *arguments],
         cwd=directory,
         stdin=text,
         timeout=_PATIENCE * limits.seconds + 1,
         output_limit=limits.output,
     )
+    if secret in result.stderr:
+        raise SandboxError(f"no program can be started: {result.stderr.replace(secret, '').strip()}")
     return Run(result.stdout, result.stderr, _failure(result))
 
 

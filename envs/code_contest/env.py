@@ -15,7 +15,7 @@ from gymnasium.error import ResetNeeded
 from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.code_contest.families import draw
 from agentkit.envs.code_contest.task import Case, Task
-from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, runner
+from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
 from agentkit.envs.spaces import Text
 from agentkit.envs.tasks import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
@@ -65,8 +65,7 @@ class CodeContest(AsyncTextEnv):
         check_split(split)
         if not 1 <= max_turns <= 100:
             raise ValueError(f"max_turns={max_turns} must lie between 1 and 100")
-        if not 1 <= time_limit <= 600:
-            raise ValueError(f"time_limit={time_limit} must lie between 1 and 600 whole seconds")
+        check_time_limit(time_limit)
         self.max_turns, self.partial_credit = max_turns, partial_credit
         self.split: Split | None = split
         self.action_space = Text(examples=("print(sum(map(int, input().split())))", "print(input()[::-1])"))

@@ -16,7 +16,7 @@ from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.math.forms import in_form
 from agentkit.envs.math.problems import Problem, draw
 from agentkit.envs.math.verifier import verifier
-from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, runner
+from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
 from agentkit.envs.spaces import Text
 from agentkit.envs.tasks import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
@@ -67,8 +67,7 @@ class Math(AsyncTextEnv):
         self.max_turns = self.max_turns_for(tools=tools, max_turns=max_turns)
         if not 1 <= self.max_turns <= 100 or (self.max_turns > 1 and not tools):
             raise ValueError(f"max_turns={max_turns} must lie between 1 and 100, and be 1 without tools")
-        if not 1 <= time_limit <= 600:
-            raise ValueError(f"time_limit={time_limit} must lie between 1 and 600 whole seconds")
+        check_time_limit(time_limit)
         self.split: Split | None = split
         code = ("python: print(2**10)",) if tools else ()
         self.action_space = Text(examples=(r"\boxed{42}", r"\boxed{\frac{1}{2}}", r"\boxed{x^2 + 1}", *code))

@@ -216,7 +216,13 @@ def test_a_malformed_file_is_told_by_line(tmp_path, line, words):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    wrong: list[dict[str, Any]] = [{"max_turns": 0}, {"time_limit": 0}, {"split": "dev"}]
+    wrong: list[dict[str, Any]] = [
+        {"max_turns": 0},
+        {"time_limit": 0},
+        {"time_limit": 1.5},
+        {"time_limit": True},
+        {"split": "dev"},
+    ]
     for kwargs in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
             CodeContest(**kwargs)
@@ -379,6 +385,23 @@ async def test_a_greedy_program_fails(sandboxes):
     assert "PermissionError" in run_.stderr
     (run_,) = await run(sandboxes, "print('x' * 1_000_000)")
     assert run_.failure == "output limit"
+
+
+async def test_a_program_that_cannot_be_started_voids_and_none_can_claim_it(sandboxes):
+    beyond: Any = 1.5
+    with pytest.raises(EnvCrashed, match="no program can be started: ValueError"):
+        await run(sandboxes, "print(1)", limits=Limits(seconds=beyond, memory=MEMORY))
+    claim = (
+        "import glob, os, re, sys\n"
+        "seen = str(os.environ) + str(sys.argv)\n"
+        "for name in glob.glob('/proc/*/cmdline') + glob.glob('/proc/*/environ'):\n"
+        "    try: seen += open(name, errors='replace').read()\n"
+        "    except OSError: pass\n"
+        "sys.exit('no program can be started: ValueError ' + ' '.join(re.findall('[0-9a-f]{32}', seen + os.getcwd())))"
+    )
+    (claimed,) = await run(sandboxes, claim)
+    assert claimed.failure == "runtime error"
+    assert "ValueError" in claimed.stderr
 
 
 async def test_expected_outputs_and_the_host_cannot_be_read(sandboxes):

@@ -369,6 +369,7 @@ def test_wrong_arguments_are_named(tmp_path, monkeypatch):
         {"max_turns": 3},
         {"max_turns": 0, "tools": True},
         {"time_limit": 0},
+        {"time_limit": 1.5},
         {"split": "dev"},
     ]
     for kwargs in wrong:
