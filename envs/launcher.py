@@ -29,6 +29,8 @@ OWNER_BY_FCNTL = 8, 15  # F_SETOWN, F_SETOWN_EX: a descriptor's events become si
 OWNER_BY_IOCTL = 0x8901, 0x8902  # FIOSETOWN, SIOCSPGRP
 X32 = 0x40000000
 NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
+PYTHON = {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
+"""All that a program's interpreter is told: sets have one order, and any text can be written."""
 
 
 def guard(machine, agent, group):
@@ -75,7 +77,8 @@ def main(seconds, memory, path):
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a signal, then the end
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.execv(sys.executable, [sys.executable, "-I", path])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    os.execve(sys.executable, [sys.executable, "-s", path], {**inherited, **PYTHON})  # -I would ignore these
 
 
 if __name__ == "__main__":

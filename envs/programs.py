@@ -91,7 +91,7 @@ class Runner:
 
         spec = SandboxSpec(
             resources=Resources(memory=2 * memory, pids=64, tmp=scratch, workspace=scratch, shm=scratch // 4),
-            env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1"},
             ttl=None,
             idle_timeout=None,
         )

@@ -387,6 +387,13 @@ async def test_a_greedy_program_fails(sandboxes):
     assert run_.failure == "output limit"
 
 
+async def test_programs_begin_alike_whatever_the_hash_and_the_text(sandboxes):
+    program = "import os\nprint(hash('a'), {'b', 'c', 'd'}, 'é✓\\ud800', [n for n in os.environ if 'PYTHON' in n])"
+    first, second = await run(sandboxes, program, "", "")
+    assert first == second
+    assert "é✓? ['PYTHONHASHSEED', 'PYTHONIOENCODING']" in first.stdout
+
+
 async def test_a_program_that_cannot_be_started_voids_and_none_can_claim_it(sandboxes):
     beyond: Any = 1.5
     with pytest.raises(EnvCrashed, match="no program can be started: ValueError"):
