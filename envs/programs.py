@@ -31,6 +31,8 @@ SOURCE_LIMIT = 64 << 10
 """Bytes of the longest program."""
 _PATIENCE = 8.0
 """Seconds of real time for a second of processor time: the machine may be busy."""
+_MARGIN = 0.25
+"""Seconds of processor time beyond the limit for what the sandbox itself does during a run."""
 _ATTEMPTS = 3
 """Sandboxes that are tried, if one is lost."""
 _USES = 500
@@ -46,7 +48,7 @@ class Limits:
     """What one run of a program may use."""
 
     seconds: int = 2
-    """of processor time; eight times that, and a second more, of real time."""
+    """of processor time, of all processes together; eight times that, and a second more, of real time."""
     memory: int = 256 << 20
     """Bytes of address space of one process; all together may use twice that."""
     output: int = 64 << 10
@@ -151,6 +153,7 @@ class Runner:
 async def _run(box: Sandbox, source: str, text: str, limits: Limits) -> Run:
     directory, secret = f"run-{uuid.uuid4().hex}", uuid.uuid4().hex
     await box.files.write(f"{directory}/main.py", source.encode("utf-8", "replace"))
+    before = await _processor_time(box)
     arguments = [secret, str(limits.seconds), str(limits.memory), "main.py"]
     result = await box.exec(
         ["python3", "-I", "-S", "-c", _LAUNCHER, *arguments],
@@ -161,11 +164,17 @@ async def _run(box: Sandbox, source: str, text: str, limits: Limits) -> Run:
     )
     if secret in result.stderr:
         raise SandboxError(f"no program can be started: {result.stderr.replace(secret, '').strip()}")
-    return Run(result.stdout, result.stderr, _failure(result))
+    used = await _processor_time(box) - before
+    return Run(result.stdout, result.stderr, _failure(result, late=used > limits.seconds + _MARGIN))
 
 
-def _failure(result: ExecResult) -> Failure:
-    if result.timed_out or result.signal == _SIGXCPU:
+async def _processor_time(box: Sandbox) -> float:
+    """Of all that ever ran in it; 0 where the back end cannot tell: there, each process has its own limit alone."""
+    return (await box.stats()).cpu_seconds or 0.0
+
+
+def _failure(result: ExecResult, *, late: bool) -> Failure:
+    if late or result.timed_out or result.signal == _SIGXCPU:
         return "time limit"
     if result.oom_killed or (result.exit_code == 1 and result.stderr.rstrip().endswith("MemoryError")):
         return "memory limit"

@@ -387,6 +387,29 @@ async def test_a_greedy_program_fails(sandboxes):
     assert run_.failure == "output limit"
 
 
+BUSY = "import os, signal, time\ndef busy(t):\n    while time.process_time() < t: pass\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("busy(0.9)", ""),
+        ("time.sleep(3)", ""),
+        ("if os.fork() == 0:\n    busy(0.4)\n    os._exit(0)\nos.wait()\nbusy(0.4)", ""),
+        ("signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nbusy(1.6)", "time limit"),
+        (
+            "for _ in range(3):\n    if os.fork() == 0:\n        busy(0.7)\n        os._exit(0)\n    os.wait()",
+            "time limit",
+        ),
+        ("for _ in range(3):\n    busy(0.7)\n    if os.fork():\n        os.wait()\n        os._exit(0)", "time limit"),
+        ("if os.fork() == 0:\n    os.setsid()\n    busy(0.9)\n    os._exit(0)\nbusy(0.9)\nos.wait()", "time limit"),
+    ],
+)
+async def test_the_processor_time_of_all_processes_counts(sandboxes, program, failure):
+    (counted,) = await run(sandboxes, BUSY + program)
+    assert counted.failure == failure, counted
+
+
 async def test_programs_begin_alike_whatever_the_hash_and_the_text(sandboxes):
     program = "import os\nprint(hash('a'), {'b', 'c', 'd'}, 'é✓\\ud800', [n for n in os.environ if 'PYTHON' in n])"
     first, second = await run(sandboxes, program, "", "")
