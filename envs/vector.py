@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from gymnasium.error import ResetNeeded
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 
@@ -116,8 +117,8 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
     terminations and truncations bool ``[n]``.
 
     ``infos`` are merged as gymnasium does. An environment that fails in ``step`` (crashes, hangs, breaks the contract)
-    ends its episode truncated, with an empty observation, reward 0, and the reason as ``infos["failure"]``: leave such
-    episodes out of training.
+    ends its episode truncated, with an empty observation, reward 0, and the reason as ``infos["failure"]``, in every
+    autoreset mode: leave such episodes out of training.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         self._observations = [""] * self.num_envs
         self._steps = np.zeros(self.num_envs, dtype=np.int64)
         self._done = np.zeros(self.num_envs, dtype=bool)
-        self._begun = False
+        self._begun = np.zeros(self.num_envs, dtype=bool)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -156,8 +157,10 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         """Begin an episode everywhere, or where ``options["reset_mask"]`` (bool ``[n]``) is true.
 
         ``seed``: n of them, or the first of n consecutive ones. Raises ``EnvError`` when an environment cannot be reset
-        in three attempts, ``ValueError`` for seeds or a mask of another length.
+        in three attempts, ``ValueError`` for seeds or a mask of another length, ``ClosedEnvironmentError`` after
+        ``close``.
         """
+        self._check_open()
         options = dict(options or {})
         mask = np.asarray(options.pop("reset_mask", np.ones(self.num_envs, dtype=bool)))
         if mask.shape != (self.num_envs,) or mask.dtype != bool or not mask.any():
@@ -171,18 +174,22 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         for k, (observation, info) in self._together({k: self._begin(k, seeds[k], options or None) for k in chosen}):
             self._observations[k] = observation
             infos = self._add_info(infos, info, k)
-        self._begun = True
         return tuple(self._observations), infos
 
     def step(
         self, actions: Sequence[str]
     ) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Take one action in each environment. Raises ``ValueError`` for a wrong number of actions, ``ResetNeeded``
-        for an episode that is over or was not begun, ``EnvError`` when an environment cannot be begun again."""
+        """Take one action in each environment; half of a surrogate pair, which no encoding can carry, becomes a ``?``.
+
+        Raises ``ValueError`` for a wrong number of actions, ``ResetNeeded`` for an episode that is over or was not
+        begun, ``EnvError`` when an environment cannot be begun again, ``ClosedEnvironmentError`` after ``close``.
+        """
+        self._check_open()
         if isinstance(actions, str) or len(actions) != self.num_envs:
             raise ValueError(f"step takes {self.num_envs} texts, one for each environment; it got {actions!r:.80}")
-        if not self._begun:
-            raise ResetNeeded("call reset() before step()")
+        if not self._begun.all():
+            waiting = np.flatnonzero(~self._begun).tolist()
+            raise ResetNeeded(f"the episodes of {waiting} were not begun: reset them first")
         if self._done.any() and self._mode is not AutoresetMode.NEXT_STEP:
             done = np.flatnonzero(self._done).tolist()
             raise ResetNeeded(f"the episodes of {done} are over: reset them, with options={{'reset_mask': ...}}")
@@ -196,7 +203,8 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
             if begun is not None:
                 final = {} if step is None else {"final_obs": self._observations[k], "final_info": info}
                 self._observations[k], first = begun
-                info = {**first, **final}
+                failure = {"failure": info["failure"]} if "failure" in info else {}
+                info = {**first, **final, **failure}
             infos = self._add_info(infos, info, k)
         return tuple(self._observations), rewards, ended[0], ended[1], infos
 
@@ -204,6 +212,10 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         """Close every environment; called once, by ``close``."""
         self._run(self._everything.close())
         portal().closed(self._everything)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the vector is closed: make another one")
 
     def _together(self, work: Mapping[int, Awaitable[R]]) -> list[tuple[int, R]]:
         """The results of all, once all have ended; then what the first of them raised, if any did."""
@@ -224,7 +236,7 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         if self._done[k]:
             return None, await self._begin(k, None, None)
         try:
-            observation, reward, terminated, truncated, info = await self._slots[k].step(action)
+            observation, reward, terminated, truncated, info = await self._slots[k].step(_transportable(action))
         except EnvError as failure:
             info: Info = {"failure": f"{type(failure).__name__}: {failure}", "success": False}
             observation, reward, terminated, truncated = "", 0.0, False, True
@@ -238,14 +250,20 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
         return step, None
 
     async def _begin(self, k: int, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
+        self._begun[k] = False
         for _ in range(_RESET_TRIES - 1):
             with contextlib.suppress(EnvError):
                 begun = await self._slots[k].reset(seed=seed, options=options)
                 break
         else:
             begun = await self._slots[k].reset(seed=seed, options=options)
-        self._steps[k], self._done[k] = 0, False
+        self._steps[k], self._done[k], self._begun[k] = 0, False, True
         return begun
+
+
+def _transportable(action: str) -> str:
+    """What JSON and UTF-8 can carry of it, so that an action leads to the same in every mode."""
+    return action.encode("utf-8", "replace").decode() if isinstance(action, str) else action
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,6 +345,10 @@ class _Process:
     def __init__(self, id: str, kwargs: Mapping[str, Any], timeouts: Timeouts) -> None:
         entry_point, known = importable(id)
         self._made = (id, entry_point, {**known, **kwargs})
+        try:
+            json.dumps(self._made)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"mode='process' takes arguments of plain data (texts, numbers): {error}") from None
         self._timeouts = timeouts
         self._child = Child("agentkit.envs.vector_child")
         self._lane: Lane[None] = Lane("agentkit-vector", 1, lambda: None, lambda _: None)

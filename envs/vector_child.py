@@ -1,6 +1,7 @@
 """Serves one environment of ``make_vec`` in a process of its own, forked from one that has imported this.
 
-Invariant: every request has one answer, ``["ok", value]`` or the name and the message of an error of agentkit's.
+Invariant: every request has one answer, ``["ok", value]`` or the name and the message of an error of agentkit's:
+of any when the environment is made, of an ``EnvError`` in an episode, which fails by whatever is raised in it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import socket
 from agentkit import registry
 from agentkit.envs import forking
 from agentkit.envs.serve import Seat, unknown
-from agentkit.errors import EnvError, RegistryError
+from agentkit.errors import AgentkitError, EnvError
 
 
 def serve(connection: socket.socket) -> None:
@@ -29,8 +30,9 @@ def serve(connection: socket.socket) -> None:
             else:
                 value = getattr(seat, "drop" if name == "close" else name)(*arguments)
             answer = ["ok", value]
-        except (EnvError, RegistryError) as error:
-            answer = [type(error).__name__, str(error)]
         except BaseException as error:
-            answer = ["EnvCrashed", f"{name} raised {type(error).__name__}: {error}"]
+            if isinstance(error, AgentkitError if name == "make" else EnvError):
+                answer = [type(error).__name__, str(error)]
+            else:
+                answer = ["EnvCrashed", f"{name} raised {type(error).__name__}: {error}"]
         forking.send(connection, json.dumps(answer).encode())

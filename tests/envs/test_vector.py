@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import faulty_envs
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.error import ResetNeeded
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from requiring import require
@@ -19,7 +20,7 @@ from requiring import require
 import agentkit
 from agentkit.envs.base import AsyncTextEnv
 from agentkit.envs.vector import TextVectorEnv
-from agentkit.errors import ConfigError, RegistryError
+from agentkit.errors import ConfigError, EnvCrashed, RegistryError
 
 N = 3
 MODES = ["async", "process"]
@@ -40,6 +41,20 @@ class Waiting(AsyncTextEnv):
         return "waited", 1.0, False, False, {"success": False, "action_valid": True}
 
 
+class Picky(faulty_envs.Faulty):
+    """Is only made with a word that it knows; says so too when it is reset with one that it does not."""
+
+    def __init__(self, word: str = "count") -> None:
+        super().__init__(word)
+        if word != "count":
+            raise ConfigError(f"word={word!r} must be 'count'")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if options:
+            raise ConfigError(f"{options} is no option")
+        return super().reset(seed=seed)
+
+
 class Counting(faulty_envs.Faulty):
     """The same where threads are needed."""
 
@@ -49,6 +64,7 @@ class Counting(faulty_envs.Faulty):
 @pytest.fixture(autouse=True)
 def registered() -> None:
     agentkit.register("TestFaulty-v0", "faulty_envs:Faulty")
+    agentkit.register("TestPicky-v0", "test_vector:Picky")
     agentkit.register("TestThreaded-v0", Counting)
     agentkit.register("TestWaiting-v0", Waiting)
 
@@ -160,6 +176,72 @@ def test_a_failure_costs_its_own_episode(id: str, mode: str, faults: list[str]) 
     while sum(thread.name.startswith("agentkit-vector") for thread in threading.enumerate()) > 1:  # the hung one stays
         assert time.monotonic() - start < 10
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("autoreset", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_a_failure_is_told_where_every_autoreset_mode_tells_it(autoreset: AutoresetMode) -> None:
+    vector = agentkit.make_vec("TestThreaded-v0", 2, autoreset_mode=autoreset)
+    try:
+        vector.reset(seed=5)
+        *_, truncated, infos = vector.step(["on", "raise"])
+        assert truncated.tolist() == [False, True]
+        assert infos["failure"].tolist() == [None, "EnvCrashed: step raised KeyError: 'no such room'"]
+        assert infos["_failure"].tolist() == [False, True]
+        assert ("final_info" in infos) == (autoreset is AutoresetMode.SAME_STEP)
+        if autoreset is not AutoresetMode.DISABLED:
+            assert "failure" not in vector.step(["on", "on"])[-1]
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closed_vector_stays_closed(mode: str) -> None:
+    vector = agentkit.make_vec("FrozenLake-v1", 2, mode=mode)
+    vector.reset(seed=0)
+    vector.close()
+    for use in (lambda: vector.step(["Up"] * 2), lambda: vector.reset(seed=0)):
+        with pytest.raises(ClosedEnvironmentError, match="closed"):
+            use()
+    vector.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_environment_is_begun_before_it_is_stepped(mode: str) -> None:
+    vector = agentkit.make_vec("TestPicky-v0", 3, mode=mode)
+    try:
+        for begun, others in (([True, False, False], r"\[1, 2\]"), ([False, False, True], r"\[1\]")):
+            vector.reset(seed=0, options={"reset_mask": np.array(begun)})
+            with pytest.raises(ResetNeeded, match=others):
+                vector.step(["on"] * 3)
+        vector.reset(seed=0, options={"reset_mask": np.array([False, True, False])})
+        assert vector.step(["on"] * 3)[1].tolist() == [0.5] * 3
+        with pytest.raises(EnvCrashed, match=r"environment 1 of 3: reset raised ConfigError"):
+            vector.reset(options={"reset_mask": np.array([False, True, False]), "word": "x"})
+        with pytest.raises(ResetNeeded, match=r"\[1\]"):  # its episode is lost
+            vector.step(["on"] * 3)
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_made_says_why_in_every_mode(mode: str) -> None:
+    with pytest.raises(ConfigError, match="word='x' must be 'count'"):
+        agentkit.make_vec("TestPicky-v0", 2, mode=mode, word="x")
+    with pytest.raises(ConfigError, match="plain data" if mode == "process" else "must be"):
+        agentkit.make_vec("TestPicky-v0", 2, mode=mode, word=str.split)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "local"])
+def test_text_that_no_encoding_carries_is_one_environments_affair(mode: str) -> None:
+    require(mode != "local" or shutil.which("bwrap") is not None, "install bubblewrap")
+    vector = agentkit.make_vec("FrozenLake-v1", 2, mode=mode)
+    try:
+        vector.reset(seed=0)
+        *_, infos = vector.step(["\ud800", "Right"])
+        assert "failure" not in infos
+        assert infos["action_valid"].tolist() == [False, True]
+    finally:
+        vector.close()
 
 
 def test_environments_wait_together() -> None:
