@@ -6,7 +6,6 @@ of 1, nothing less.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -23,7 +22,6 @@ from agentkit.envs.webshop.pages import MODES, styled
 from agentkit.envs.webshop.session import SEARCH, Session
 
 ObservationMode = Literal["text", "text_rich", "html", "compact"]
-_ACTION = re.compile(r"(.+)\[(.+)\]")
 
 
 class WebShop(TextEnv):
@@ -102,13 +100,12 @@ class WebShop(TextEnv):
         if session is None or session.page == "done":
             raise ResetNeeded("the episode is over (or has not begun): call reset() first")
         valid = False
-        if found := _ACTION.match(action.strip()):
-            name, argument = found[1], found[2].lower()
-            if name == "search":
-                session.search(argument)
+        match read_action(action.strip()):
+            case "search", argument:
+                session.search(argument.lower())
                 valid = True
-            elif name == "click":
-                valid = session.click(argument)
+            case "click", argument:
+                valid = session.click(argument.lower())
         reward = session.score.reward if session.score is not None else 0.0
         return self._write(session), reward, session.page == "done", False, self._info(session, valid)
 
@@ -155,3 +152,12 @@ class WebShop(TextEnv):
                 "searches": float(session.actions["search"]),
             }
         return info
+
+
+def read_action(text: str) -> tuple[str, str] | None:
+    """Name and argument of an action, as the benchmark's ``re.match(r"(.+)\\[(.+)\\]", text)`` finds them, but in one go:
+    where there is nothing to be found, the expression looks for the end again from every bracket."""
+    line = text.partition("\n")[0]  # what a dot matches
+    end = line.rfind("]")
+    opening = line.rfind("[", 0, max(end - 1, 0))  # the argument has a character at least
+    return (line[:opening], line[opening + 1 : end]) if opening > 0 else None

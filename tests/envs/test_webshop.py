@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import webshop_reference as reference
 from gymnasium.error import ResetNeeded
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from requiring import require
 from thefuzz import fuzz
@@ -26,6 +26,7 @@ from agentkit import data
 from agentkit.envs.check import check
 from agentkit.envs.webshop import expert, generator, goals, pages, products
 from agentkit.envs.webshop.catalogue import count, open_catalogue
+from agentkit.envs.webshop.env import read_action
 from agentkit.envs.webshop.fuzzy import COLOURS, token_set_ratio
 from agentkit.envs.webshop.nouns import by_tokens, extractor
 from agentkit.envs.webshop.reward import matching_options, score, type_score
@@ -471,6 +472,25 @@ def test_actions_are_read_as_the_benchmark_reads_them(own):
     assert env.session.keywords == ["red", "shoes"]
     assert not env.step("search[red [shoes]]")[-1]["action_valid"]  # the last bracket opens the argument
     assert env.step("click[NEXT >]")[-1]["action_valid"]
+
+
+@given(st.one_of(st.text(alphabet="[]a\n\r\u2028 ", max_size=12), st.text()))
+@example("a[b]]")
+@example("[[a]")
+@example("a[]")
+@settings(max_examples=1_000, deadline=None)
+def test_actions_are_found_where_the_benchmarks_expression_finds_them(text):
+    found = re.match(r"(.+)\[(.+)\]", text)
+    assert read_action(text) == (found and found.groups())
+
+
+def test_long_texts_are_read_in_no_time(own):
+    env = make()
+    env.reset(seed=0)
+    for text in ("[" * 1_000_000, "[" * 1_000_000 + "]" * 1_000_000, "a[" * 1_000_000):
+        began = time.process_time()
+        assert env.step(text)[-1]["action_valid"] is False
+        assert time.process_time() - began < 0.5
 
 
 @given(st.text())
