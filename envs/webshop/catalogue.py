@@ -1,13 +1,14 @@
 """A shop's products, goals and index, memory-mapped and shared by all environments of a process.
 
 Invariant: what is derived from the files of a set is made once, beside nobody's files: in a folder whose name says of
-what it was made, written under another name and renamed. All of it is read-only afterwards; an instance of the
-environment holds no product of its own.
+what it was made, written under another name and renamed; what was cut short since is made again. All of it is read-only
+afterwards; an instance of the environment holds no product of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -15,10 +16,10 @@ import shutil
 import tempfile
 import threading
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,15 +27,17 @@ from agentkit import data
 from agentkit.envs.webshop import goals as goals_module
 from agentkit.envs.webshop import products as products_module
 from agentkit.envs.webshop.goals import Goal
-from agentkit.envs.webshop.products import Product
+from agentkit.envs.webshop.products import FORMS, SETS, Forms, Product
 from agentkit.envs.webshop.search import HITS, Index
+from agentkit.errors import ConfigError
 
+T = TypeVar("T")
 FORMAT = 1
 """Raised whenever what is derived changes."""
 _CACHED_PRODUCTS = 4_096
 _PREFIXES = {"<a>": "attributes", "<c>": "category", "<q>": "query"}
 _lock = threading.Lock()
-_open: dict[tuple[Path, bool, int], Catalogue] = {}
+_open: dict[tuple[Path, Forms, bool, int], Catalogue] = {}
 
 
 def count(folder: Path) -> dict[str, int]:
@@ -46,13 +49,16 @@ def count(folder: Path) -> dict[str, int]:
 def open_catalogue(name: str, *, human: bool = False, seed: int = 0) -> Catalogue:
     """The catalogue of a data set, or of a folder that holds its files; one and the same for equal arguments.
 
-    Raises ``DataError`` if it is not here, ``ConfigError`` for an unknown name.
+    Raises ``DataError`` if it is not here, or damaged, ``ConfigError`` for what names none.
     """
-    folder = (data.locate(name) if name in data.DATASETS or not Path(name).is_dir() else Path(name)).resolve()
-    key = (folder, human, seed)
+    if not isinstance(name, str | Path) or name == "":
+        raise ConfigError(f"data={name!r} must be the name of a data set, or a folder: {', '.join(SETS)}")
+    place = Path(name).expanduser()
+    folder = data.locate(str(name)) if name in SETS or not place.is_dir() else place
+    key = (folder.resolve(), SETS.get(str(name), FORMS), human, seed)
     with _lock:
         if key not in _open:
-            _open[key] = Catalogue(*_derived(folder, human, seed))
+            _open[key] = _catalogue(*key)
         return _open[key]
 
 
@@ -63,6 +69,8 @@ class Records(Sequence[Any]):
         self._ends = np.load(path.with_suffix(".npy"), mmap_mode="r")
         with path.open("rb") as stream:  # an empty file cannot be mapped
             self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if len(self._ends) else b""
+        if len(self._ends) and len(self._bytes) != self._ends[-1]:
+            raise ValueError(f"{path} holds {len(self._bytes)} bytes instead of {self._ends[-1]}")
 
     @staticmethod
     def write(path: Path, values: Iterable[Product | Goal]) -> None:
@@ -83,17 +91,61 @@ class Records(Sequence[Any]):
         return json.loads(self._bytes[start : int(self._ends[number])])
 
 
+class _Products(NamedTuple):
+    """What is derived of the products."""
+
+    records: Records
+    asins: np.ndarray
+    order: np.ndarray
+    search: Index
+
+    @classmethod
+    def load(cls, folder: Path) -> _Products:
+        return cls(
+            Records(folder / "products.bin"),
+            np.load(folder / "asins.npy", mmap_mode="r"),
+            np.load(folder / "order.npy", mmap_mode="r"),
+            Index.load(folder / "index"),
+        )
+
+    @staticmethod
+    def write(folder: Path, products: list[Product]) -> None:
+        Records.write(folder / "products.bin", products)
+        asins = np.array([product.asin.encode() for product in products])
+        order = np.argsort(asins, kind="stable")
+        np.save(folder / "asins.npy", asins[order])
+        np.save(folder / "order.npy", order.astype(np.int32))
+        Index.build(products).save(folder / "index")
+
+
+class _Goals(NamedTuple):
+    """What is derived of them for one kind of goals and one seed of prices."""
+
+    records: Records
+    prices: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def load(cls, folder: Path) -> _Goals:
+        return cls(
+            Records(folder / "goals.bin"),
+            np.load(folder / "prices.npy", mmap_mode="r"),
+            np.load(folder / "weights.npy", mmap_mode="r"),
+        )
+
+    @staticmethod
+    def write(folder: Path, prices: list[float], goals: list[Goal]) -> None:
+        Records.write(folder / "goals.bin", goals)
+        np.save(folder / "prices.npy", np.array(prices))
+        np.save(folder / "weights.npy", np.cumsum([goal.weight for goal in goals]))
+
+
 class Catalogue:
     """Products by number and asin, goals by number, and the search over them."""
 
-    def __init__(self, products: Path, goals: Path) -> None:
-        self._products = Records(products / "products.bin")
-        self._asins = np.load(products / "asins.npy", mmap_mode="r")
-        self._order = np.load(products / "order.npy", mmap_mode="r")
-        self._index = Index.load(products / "index")
-        self._goals = Records(goals / "goals.bin")
-        self._prices = np.load(goals / "prices.npy", mmap_mode="r")
-        self._weights = np.load(goals / "weights.npy", mmap_mode="r")
+    def __init__(self, products: _Products, goals: _Goals) -> None:
+        self._products, self._asins, self._order, self._index = products
+        self._goals, self._prices, self._weights = goals
         self.product = lru_cache(_CACHED_PRODUCTS)(self._product)
         """The product of a number."""
 
@@ -154,57 +206,39 @@ class Catalogue:
         return groups
 
 
-def _derived(folder: Path, human: bool, seed: int) -> tuple[Path, Path]:
-    """The folders of what is derived: of the products, and of the goals."""
+def _catalogue(folder: Path, forms: Forms, human: bool, seed: int) -> Catalogue:
     inputs = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != data.RECORD
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in products_module.files(folder, forms)
     ]
     digest = hashlib.sha256(json.dumps([FORMAT, str(folder), inputs]).encode()).hexdigest()[:16]
     base = data.derived_root() / f"webshop-{digest}"
-    kind = base / f"{'human' if human else 'synthetic'}-{seed}"
-    if not (base / "products").is_dir() or not kind.is_dir():
-        products = list(products_module.read(folder))
-        with _made(base / "products") as target:
-            if target is not None:
-                _write_products(target, products)
-        with _made(kind) as target:
-            if target is not None:
-                _write_goals(target, *goals_module.build(products, human=human, seed=seed))
-    return base / "products", kind
+    shop = cache(lambda: list(products_module.read(folder, forms)))
+    return Catalogue(
+        _kept(base / "products", _Products.load, lambda target: _Products.write(target, shop())),
+        _kept(
+            base / f"{'human' if human else 'synthetic'}-{seed}",
+            _Goals.load,
+            lambda target: _Goals.write(target, *goals_module.build(shop(), human=human, seed=seed)),
+        ),
+    )
 
 
-def _write_products(target: Path, products: list[Product]) -> None:
-    Records.write(target / "products.bin", products)
-    asins = np.array([product.asin.encode() for product in products])
-    order = np.argsort(asins, kind="stable")
-    np.save(target / "asins.npy", asins[order])
-    np.save(target / "order.npy", order.astype(np.int32))
-    Index.build(products).save(target / "index")
-
-
-def _write_goals(target: Path, prices: list[float], goals: list[Goal]) -> None:
-    Records.write(target / "goals.bin", goals)
-    np.save(target / "prices.npy", np.array(prices))
-    np.save(target / "weights.npy", np.cumsum([goal.weight for goal in goals]))
-
-
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[Path | None]:
-    """None if the folder is there, else a folder to fill that becomes it."""
-    if folder.is_dir():
-        yield None
-        return
+def _kept(folder: Path, load: Callable[[Path], T], write: Callable[[Path], None]) -> T:
+    """What is loaded from a folder, which is written first where it is missing or cannot be loaded as it is."""
+    with contextlib.suppress(OSError, EOFError, ValueError):
+        return load(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    target = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield target
-        target.chmod(0o755)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            return load(folder)  # another process was faster
+        target = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
+            write(target)
+            target.chmod(0o755)
+            if folder.exists():
+                shutil.rmtree(folder)
             target.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same
-                raise
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+        return load(folder)

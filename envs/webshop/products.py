@@ -1,22 +1,33 @@
 """Products as the benchmark's files describe them.
 
 Invariant: a product has the fields, and the values, that WebShop's own loader gives it, whether it is read from the
-official files, from the same products after that loader, or from agentkit's own. Files are only read.
+official files, from the same products after that loader, or from agentkit's own. Files are only read; one that is
+damaged is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from json import JSONDecoder
 from pathlib import Path
 from typing import Any, TextIO
 
+from agentkit.data import DATASETS
 from agentkit.errors import DataError
 
+Forms = Sequence[tuple[str, ...]]
+SETS: dict[str, Forms] = {name: known.forms for name, known in DATASETS.items() if name.startswith("webshop-")}
+"""The names of the files of each data set: of products first, then of attributes."""
+FORMS: Forms = (*SETS["webshop-small"], *SETS["webshop-own"])
+"""Those of a folder that is no set. The first that are there count: of its two sizes, the benchmark takes the small one
+unless it is told otherwise."""
+_PEOPLE = "items_human_ins.json"
 DEFAULT_PRICE = 100.0
 """Of products whose price is not known."""
 
@@ -51,18 +62,33 @@ class Product:
     """What people asked for: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
 
 
-def read(folder: Path) -> Iterator[Product]:
+def files(folder: Path, forms: Forms = FORMS) -> list[Path]:
+    """The files of a folder that are read: products, attributes, and what people wrote, if it is there.
+
+    Raises ``DataError`` if there are none of any form.
+    """
+    for form in forms:
+        if all((folder / name).is_file() for name in form):
+            names = dict.fromkeys((*form, _PEOPLE))
+            return [folder / name for name in names if (folder / name).is_file()]
+    wanted = " nor ".join(" with ".join(form) for form in forms)
+    raise DataError(f"{folder} holds no products of WebShop: there is neither {wanted}")
+
+
+def read(folder: Path, forms: Forms = FORMS) -> Iterator[Product]:
     """The products of a folder, in their order; each asin once. Raises ``DataError``."""
-    attributes = _json(_one_of(folder, "items_ins_v2*.json", "attributes.json"))
-    people_file = folder / "items_human_ins.json"
-    people = _json(people_file) if people_file.is_file() else {}
+    listed, known, *written = files(folder, forms)
+    attributes = _json(known)
+    people = _json(written[0]) if written else {}
     seen: set[str] = set()
-    for raw in _raw(_one_of(folder, "items_shuffle*.json", "products.jsonl.gz")):
+    for raw in _raw(listed):
         asin = raw["asin"]
         if asin == "nan" or len(asin) > 10 or asin in seen:
             continue
         seen.add(asin)
         yield _product(raw, attributes.get(asin, {}), people.get(asin) or raw.get("instructions") or [])
+    if not seen:
+        raise DataError(f"{listed} holds no product")
 
 
 def _product(raw: dict[str, Any], known: dict[str, Any], people: list[dict[str, Any]]) -> Product:
@@ -115,26 +141,28 @@ def _options(raw: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, str |
     return options, images
 
 
-def _one_of(folder: Path, *patterns: str) -> Path:
-    for pattern in patterns:
-        if found := sorted(folder.glob(pattern)):
-            return found[0]
-    raise DataError(f"{folder} holds no products of WebShop: there is no {' and no '.join(patterns)}")
-
-
 def _json(path: Path) -> Any:
-    with path.open(encoding="utf-8") as stream:
+    with _named(path), path.open(encoding="utf-8") as stream:
         return json.load(stream)
 
 
 def _raw(path: Path) -> Iterator[dict[str, Any]]:
     """The entries of a JSON array, or of a file with one entry a line."""
     if path.name.endswith(".jsonl.gz"):
-        with gzip.open(path, "rt", encoding="utf-8") as stream:
+        with _named(path), gzip.open(path, "rt", encoding="utf-8") as stream:
             yield from map(json.loads, stream)
         return
-    with path.open(encoding="utf-8") as stream:
+    with _named(path), path.open(encoding="utf-8") as stream:
         yield from stream_array(stream)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A file that cannot be read to its end is a ``DataError``."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{path} is damaged, or cannot be read: {error}; fetch or copy it again") from error
 
 
 def stream_array(stream: TextIO, block: int = 1 << 22) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """WebShop: its rewards against the formulas, its pages against recorded ones, its data against the official counts."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from thefuzz import fuzz
 import agentkit
 from agentkit import data
 from agentkit.envs.check import check
-from agentkit.envs.webshop import expert, generator, goals, pages, products
+from agentkit.envs.webshop import catalogue, expert, generator, goals, pages, products
 from agentkit.envs.webshop.catalogue import count, open_catalogue
 from agentkit.envs.webshop.env import read_action
 from agentkit.envs.webshop.fuzzy import COLOURS, token_set_ratio
@@ -227,6 +228,83 @@ def test_raw_files_load_as_the_official_loader_would(tmp_path):
     assert (second.prices, second.price_tag, second.attributes) == ([100.0], "$100.0", ["DUMMY_ATTR"])
     with pytest.raises(DataError, match="no products of WebShop"):
         list(products.read(tmp_path / "nothing"))
+
+
+def product(asin):
+    return {
+        **{"asin": asin, "name": "Shirt", "category": "fashion", "query": "shirts", "product_category": "a › b"},
+        **{"full_description": "soft", "small_description": [], "pricing": "$19.99"},
+    }
+
+
+def shop(folder, size="", asins=("B1",)):
+    """A folder with a few products, in the form of an official size; several can share it."""
+    known = {"attributes": ["soft"], "instruction": "Find me", "instruction_attributes": ["soft"]}
+    folder.mkdir(exist_ok=True)
+    (folder / f"items_shuffle{size}.json").write_text(json.dumps([product(asin) for asin in asins]))
+    (folder / f"items_ins_v2{size}.json").write_text(json.dumps(dict.fromkeys(asins, known)))
+    return folder
+
+
+def test_each_set_reads_its_own_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
+    for name in ("webshop-small", "webshop-full"):
+        shop(shop(tmp_path / name, "_1000", ["SMALL"]), "", ["FULL"])
+        (tmp_path / name / "items_human_ins.json").write_text("{}")
+    folders = {name: tmp_path / name for name in ("webshop-small", "webshop-full")}
+    assert [open_catalogue(name).product(0).asin for name in folders] == ["SMALL", "FULL"]
+    # Of a folder that is none the small one counts, which is the benchmark's default; the same folder can be both.
+    assert [open_catalogue(str(folder)).product(0).asin for folder in folders.values()] == ["SMALL", "SMALL"]
+    assert count(folders["webshop-full"]) == {"products": 1, "goals": 1}
+    assert [p.asin for p in products.read(shop(tmp_path / "one", "", ["FULL"]))] == ["FULL"]
+
+
+@pytest.mark.parametrize("name", ["products.jsonl.gz", "attributes.json", "items_human_ins.json"])
+@pytest.mark.parametrize("size", [0, 100, -10])
+def test_files_that_were_cut_short_are_named(tmp_path, monkeypatch, name, size):
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    entries = "\n".join(json.dumps(product(f"B{number}")) for number in range(500))
+    (tmp_path / "products.jsonl.gz").write_bytes(gzip.compress(entries.encode()))
+    known = {f"B{number}": {"attributes": ["soft"]} for number in range(500)}
+    (tmp_path / "attributes.json").write_text(json.dumps(known))
+    (tmp_path / "items_human_ins.json").write_text(json.dumps({f"B{number}": [] for number in range(500)}))
+    assert len(list(products.read(tmp_path))) == 500
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))} (is damaged|holds no product)"):
+        open_catalogue(str(tmp_path))
+
+
+def test_what_is_derived_heals(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(catalogue, "_open", {})
+    folder = str(shop(tmp_path / "shop", asins=[f"B{number}" for number in range(60)]))
+    open_catalogue(folder)
+    written = [path for path in (tmp_path / "data" / ".derived").rglob("*") if path.is_file() and path.stat().st_size]
+    assert {"products.bin", "asins.npy", "goals.bin", "weights.npy", "vocab.index.json"} <= {p.name for p in written}
+    for path, cut in itertools.product(written, (0, 100, -1)):
+        whole = path.read_bytes()
+        path.unlink()  # what is mapped stays as it is
+        path.write_bytes(whole[:cut])
+        catalogue._open.clear()
+        found = open_catalogue(folder)
+        assert (len(found), found.goals, found.number("B9")) == (60, 60, 9)
+        assert found.goal(59).instruction
+        assert found.search(["shirt"], np.random.default_rng(0))
+        assert path.read_bytes() == whole, (path, cut)
+
+
+def test_only_what_is_damaged_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    folder = str(shop(tmp_path / "shop"))
+    open_catalogue(folder)
+    (base,) = (tmp_path / "data" / ".derived").iterdir()
+    before = (base / "products" / "products.bin").stat().st_ino
+    os.truncate(base / "synthetic-0" / "prices.npy", 100)
+    monkeypatch.setattr(catalogue, "_open", {})
+    assert open_catalogue(folder).price(0) == 19.99
+    assert (base / "products" / "products.bin").stat().st_ino == before
+    assert sorted(path.name for path in base.iterdir() if path.is_dir()) == ["products", "synthetic-0"]
 
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
