@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import numpy as np
 from gymnasium.error import ResetNeeded
 
 from agentkit.envs.base import Info, TextEnv
@@ -20,6 +21,7 @@ from agentkit.envs.webshop.goals import Split, split_range
 from agentkit.envs.webshop.nouns import Nouns, extractor
 from agentkit.envs.webshop.pages import MODES, styled
 from agentkit.envs.webshop.session import SEARCH, Session
+from agentkit.errors import ConfigError
 
 ObservationMode = Literal["text", "text_rich", "html", "compact"]
 
@@ -41,8 +43,8 @@ class WebShop(TextEnv):
         render_mode: ``"ansi"`` or None.
 
     Raises:
-        DataError: the data set is not here, or search is not installed.
-        ValueError: an argument is out of range.
+        DataError: the data set is not here, or is damaged, or search is not installed.
+        ConfigError: an argument is out of range, or there is no such data set.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
@@ -70,12 +72,14 @@ class WebShop(TextEnv):
     ) -> None:
         super().__init__(render_mode=render_mode)
         if observation_mode not in MODES:
-            raise ValueError(f"observation_mode={observation_mode!r} must be one of {', '.join(MODES)}")
-        if split not in (None, "train", "eval", "test"):
-            raise ValueError(f"split={split!r} must be 'train', 'eval', 'test' or None")
+            raise ConfigError(f"observation_mode={observation_mode!r} must be one of {', '.join(MODES)}")
+        if split not in (None, *get_args(Split)):
+            raise ConfigError(f"split={split!r} must be 'train', 'eval', 'test' or None")
+        if type(price_seed) is not int:  # it is part of a folder's name
+            raise ConfigError(f"price_seed={price_seed!r} must be a whole number")
         self._write = MODES[observation_mode]
         self._show_attributes = show_attributes
-        self._nouns = extractor(nouns) if isinstance(nouns, str) else nouns
+        self._nouns = nouns if callable(nouns) else extractor(nouns)
         self.catalogue = open_catalogue(data, human=human_goals, seed=price_seed)
         self.goals = split_range(split, self.catalogue.goals)
         self.action_space = Text(examples=("search[cotton shirt]", "click[next >]", "click[< prev]", "click[buy now]"))
@@ -83,15 +87,22 @@ class WebShop(TextEnv):
         self.session: Session | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
-        """``options={"goal": k}`` asks for the k-th goal, whatever the split; the benchmark calls it a session."""
+        """``options={"goal": k}`` asks for the k-th goal, whatever the split; the benchmark calls it a session.
+
+        Raises ``ConfigError`` for a goal that there is not.
+        """
         super().reset(seed=seed)
         number = (options or {}).get("goal")
         if number is None:
             number = self.catalogue.draw(self.goals, self.np_random)
-        elif not 0 <= number < self.catalogue.goals:
-            raise ValueError(f"goal={number} must lie between 0 and {self.catalogue.goals - 1}")
-        self.goal_number = number
-        goal = self.catalogue.goal(number)
+        elif (
+            isinstance(number, bool)
+            or not isinstance(number, int | np.integer)
+            or not 0 <= number < self.catalogue.goals
+        ):
+            raise ConfigError(f"goal={number!r} must be a whole number from 0 to {self.catalogue.goals - 1}")
+        self.goal_number = int(number)
+        goal = self.catalogue.goal(self.goal_number)
         self.session = Session(self.catalogue, goal, self.np_random, self._nouns, show_attributes=self._show_attributes)
         return self._write(self.session), self._info(self.session, True)
 
@@ -155,8 +166,10 @@ class WebShop(TextEnv):
 
 
 def read_action(text: str) -> tuple[str, str] | None:
-    """Name and argument of an action, as the benchmark's ``re.match(r"(.+)\\[(.+)\\]", text)`` finds them, but in one go:
-    where there is nothing to be found, the expression looks for the end again from every bracket."""
+    """Name and argument of an action, as the benchmark finds them: ``re.match(r"(.+)\\[(.+)\\]", text)``.
+
+    In one go, however: from every bracket of a text, the expression looks for its end again.
+    """
     line = text.partition("\n")[0]  # what a dot matches
     end = line.rfind("]")
     opening = line.rfind("[", 0, max(end - 1, 0))  # the argument has a character at least

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentkit.envs.webshop.products import Product
+from agentkit.errors import ConfigError
 
 Split = Literal["train", "eval", "test"]
 SHUFFLE_SEED = 233
@@ -61,11 +62,11 @@ def build(products: Sequence[Product], *, human: bool, seed: int) -> tuple[list[
 
 
 def split_range(split: Split | None, count: int) -> range:
-    """Indices of a split's goals. Raises ``ValueError`` for a set that is too small to be split."""
+    """Indices of a split's goals. Raises ``ConfigError`` for a set that is too small to be split."""
     first, last = (0, None) if split is None else _SPLITS[split]
     goals = range(first, count if last is None else min(last, count))
     if not goals:
-        raise ValueError(f"split={split!r}: there are only {count} goals; take split=None")
+        raise ConfigError(f"split={split!r}: there are only {count} goals{'; take split=None' if count else ''}")
     return goals
 
 

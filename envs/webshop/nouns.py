@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
+from agentkit.errors import ConfigError
+
 Nouns = Callable[[str], Sequence[str]]
 MODELS = ("en_core_web_sm", "en_core_web_lg")
 """spaCy's models that the benchmark was used with, the one of its present code first."""
@@ -23,13 +25,13 @@ _STOP = frozenset(_STOP_TEXT.split())
 def extractor(name: str) -> Nouns:
     """``tokens``, ``spacy``, or ``auto``: spaCy where one of its models is installed, else tokens.
 
-    Raises ``ValueError`` for another name, or for spaCy without a model.
+    Raises ``ConfigError`` for another name, or for spaCy without a model.
     """
     if name not in ("auto", "spacy", "tokens"):
-        raise ValueError(f"nouns={name!r} must be 'auto', 'spacy' or 'tokens'")
+        raise ConfigError(f"nouns={name!r} must be 'auto', 'spacy', 'tokens', or a function")
     model = None if name == "tokens" else _model()
     if name == "spacy" and model is None:
-        raise ValueError(f"nouns='spacy' needs a model: python -m spacy download {MODELS[0]}")
+        raise ConfigError(f"nouns='spacy' needs a model: python -m spacy download {MODELS[0]}")
     return by_tokens if model is None else _by_spacy(model)
 
 

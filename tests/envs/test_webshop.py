@@ -138,8 +138,9 @@ def test_noun_extractors_can_be_exchanged():
     assert extractor("tokens") is by_tokens
     title = "Rusticware 921ORB Kitchen and Bath Cabinet Knob"
     assert by_tokens(title) == ("rusticware", "kitchen", "bath", "cabinet", "knob")
-    with pytest.raises(ValueError, match="nouns='x'"):
-        make(nouns="x")
+    for wrong in ("x", None, 3, []):
+        with pytest.raises(ConfigError, match=re.escape(f"nouns={wrong!r}")):
+            make(nouns=wrong)
 
 
 # -- data ---------------------------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def test_splits_are_the_official_ranges():
         range(500, 1_500),
         range(1_500, 6_910),
     ]
-    with pytest.raises(ValueError, match="only 1500 goals"):
+    with pytest.raises(ConfigError, match="only 1500 goals"):
         goals.split_range("train", 1_500)
 
 
@@ -670,16 +671,30 @@ def test_search_words_come_from_the_instruction(own):
         assert expert.search_words(env.session) in env.session.goal.instruction.lower()
 
 
-def test_wrong_arguments_are_named(tmp_path):
-    for wrong in ({"observation_mode": "picture"}, {"split": "valid"}, {"render_mode": "rgb_array"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make(**wrong)
+def test_wrong_arguments_are_named(own):
+    wrong = {"observation_mode": ["picture", 1], "split": ["valid", 1], "data": [3, "", None, True, ["x"]]}
+    wrong["price_seed"] = ["../../../evil", "7", None, 1.0, True]
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}")):
+                make(**{name: value})
+    with pytest.raises(ValueError, match="render_mode"):
+        make(render_mode="rgb_array")
     with pytest.raises(DataError, match="agentkit data fetch webshop-small"):
         make(data="webshop-small")
     with pytest.raises(ConfigError, match=r"known: .*webshop-own"):
         make(data="webshop")
-    with pytest.raises(ValueError, match="goal=9999"):
-        make().reset(options={"goal": 9999})
+    env = make()
+    for goal in (9999, -1, "17", 1.5, True, [1]):
+        with pytest.raises(ConfigError, match=re.escape(f"goal={goal!r}")):
+            env.reset(options={"goal": goal})
+    assert env.reset(options={"goal": np.int64(17)})[1]["goal"] == 17
+
+
+def test_a_folder_may_be_in_ones_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shop(tmp_path / "my shop")
+    assert len(make(data="~/my shop").catalogue) == 1
 
 
 def test_the_official_set_can_be_taken_from_a_folder(small):
