@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.error import ResetNeeded
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from agentkit import registry
 from agentkit.config import Strict
@@ -40,6 +40,9 @@ class Domain(Strict):
         return self.name or self.id
 
 
+_DOMAINS = TypeAdapter(list[Domain])
+
+
 class Mixture(AsyncTextEnv):
     """Draw an environment from the seed, and play an episode of it.
 
@@ -55,7 +58,7 @@ class Mixture(AsyncTextEnv):
     instructions = "Each task comes with rules of its own. Follow those."
     deterministic = False  # unless each of its parts is
 
-    def __init__(self, *, domains: Sequence[Domain | dict[str, Any]]) -> None:
+    def __init__(self, *, domains: Sequence[Domain | dict[str, Any]] = ()) -> None:
         self.domains = _read(domains)
         for domain in self.domains:
             _check(domain)
@@ -142,10 +145,10 @@ def _read(domains: Sequence[Domain | dict[str, Any]]) -> list[Domain]:
     if not domains:
         raise ConfigError("a mixture needs domains: a list of {id: …, weight: …, kwargs: …}")
     try:
-        read = [domain if isinstance(domain, Domain) else Domain.model_validate(domain) for domain in domains]
+        read = _DOMAINS.validate_python(domains)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"domains: {problems}") from None
+        problems = (f"{'.'.join(map(str, ('domains', *item['loc'])))}: {item['msg']}" for item in error.errors())
+        raise ConfigError("; ".join(problems)) from None
     labels = [domain.label for domain in read]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"domains: {', '.join(labels)} are not all different; give those of one id a `name` each")

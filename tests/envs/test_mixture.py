@@ -14,6 +14,7 @@ from agentkit.envs.check import check
 from agentkit.envs.countdown import Countdown
 from agentkit.envs.frozen_lake import FrozenLake
 from agentkit.envs.mixture import Mixture
+from agentkit.envs.mixture.env import Domain
 from agentkit.errors import ConfigError, RegistryError
 from agentkit.trainers.rollout.counters import task_metrics
 from agentkit.trainers.rollout.hosts import AsyncEnv
@@ -116,13 +117,20 @@ def test_wrong_mixtures_are_refused():
     agentkit.register("Hanging-v0", "test_mixture:Hanging")
     for domains, words in (
         ([], "needs domains"),
-        ([{"id": "Countdown-v0", "weight": 0}], "weight"),
-        ([{"id": "Countdown-v0", "share": 1}], "share"),
+        (3, "^domains: .*list"),
+        ("Countdown-v0", "^domains: .*list"),
+        (COUNTDOWN, "^domains: .*list"),
+        ([3], r"^domains\.0: "),
+        ([COUNTDOWN, {**LAKE, "weight": 0}], r"^domains\.1\.weight: "),
+        ([{"id": "Countdown-v0", "share": 1}], r"domains\.0\.share: "),
         ([COUNTDOWN, COUNTDOWN], "not all different"),
         ([{"id": "Hanging-v0"}], "sandbox"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Mixture(domains=domains)
+            agentkit.make("Mixture-v0", domains=domains)
+    with pytest.raises(ConfigError, match="needs domains"):
+        agentkit.make("Mixture-v0")
+    assert [d.label for d in Mixture(domains=(Domain(id="Countdown-v0"), LAKE)).domains] == ["Countdown-v0", "lake"]
     with pytest.raises(RegistryError, match="Countdown-v0"):
         Mixture(domains=[{"id": "Countdwn-v0"}])
     with pytest.raises(RegistryError, match="numbers"):
