@@ -2,7 +2,8 @@
 
 Invariant: a set is complete or not there. Whatever fills its folder is written beside it, checked, and renamed; files
 are read-only afterwards. A checksum is either the official one or unknown, never made up: sets without one are checked
-by what they must contain.
+by what they must contain. No other user can put a set where this one did not choose to look. What a file system refuses
+is a ``DataError``.
 
 A set is one entry of ``DATASETS``; everything else is the same for all of them.
 """
@@ -16,6 +17,7 @@ import importlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -193,17 +195,32 @@ DATASETS: dict[str, DataSet] = {
 }
 
 
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What a file system refuses (space, rights, a folder where a file is) as a ``DataError``."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error}; data sets lie in {root()}, and AGENTKIT_DATA names another place") from error
+
+
 def root() -> Path:
-    """Where sets lie: ``AGENTKIT_DATA``, or a folder of the user's cache."""
-    if given := os.environ.get("AGENTKIT_DATA"):
-        return Path(given).expanduser().absolute()
+    """Where sets lie: ``AGENTKIT_DATA``, or a folder of the user's cache. Raises ``DataError`` for want of a home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(cache).expanduser() / "agentkit" / "data").absolute()
+    place = Path(os.environ.get("AGENTKIT_DATA") or f"{cache}/agentkit/data")
+    try:
+        return place.expanduser().absolute()
+    except RuntimeError as error:
+        raise DataError(f"{place}: there is no such home; AGENTKIT_DATA names another place for data sets") from error
 
 
+@_explained()
 def derived_root() -> Path:
-    """Where environments may keep what they derive from sets, such as indexes; exists and can be written."""
-    return _writable(root()) / ".derived"
+    """Where environments may keep what they derive from sets, such as indexes; its parent exists and can be written.
+
+    Raises ``DataError``.
+    """
+    return _base() / ".derived"
 
 
 def dataset(name: str) -> DataSet:
@@ -213,10 +230,11 @@ def dataset(name: str) -> DataSet:
     return DATASETS[name]
 
 
+@_explained()
 def find(name: str) -> Path | None:
-    """The folder of a set that is here, else None. Raises ``ConfigError`` for an unknown name."""
+    """The folder of a set that is here, else None. Raises ``ConfigError`` for an unknown name, ``DataError``."""
     known = dataset(name)
-    return next((folder for folder in _places(known.folder) if complete(known, folder)), None)
+    return next((place / known.folder for place in _places() if complete(known, place / known.folder)), None)
 
 
 def locate(name: str) -> Path:
@@ -235,9 +253,11 @@ def locate(name: str) -> Path:
 
 def complete(known: DataSet, folder: Path) -> bool:
     """Whether a folder holds all files of one of the set's forms."""
-    return any(all((folder / name).exists() for name in form) for form in known.forms)
+    # Not Path.exists, which raises where it may not look.
+    return any(all(os.path.exists(folder / name) for name in form) for form in known.forms)
 
 
+@_explained()
 def fetch(name: str, source: Path | None = None, progress: Progress | None = None) -> Path:
     """Bring a set here and return its folder; one that is here already stays as it is.
 
@@ -248,8 +268,10 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
     An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
     """
     known = dataset(name)
+    if (there := find(name)) is not None:
+        return there
     with _lock(name) as base:
-        if (there := find(name)) is not None:
+        if (there := find(name)) is not None:  # another process was faster
             return there
         target = base / known.folder
         filling = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
@@ -274,6 +296,7 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
         return target
 
 
+@_explained()
 def verify(name: str) -> list[str]:
     """What is wrong with a set that is here: changed or missing files, wrong counts. Raises ``DataError`` without."""
     known, folder = dataset(name), locate(name)
@@ -305,9 +328,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _places(folder: str) -> Iterator[Path]:
-    yield root() / folder
-    yield _spare_root() / folder
+def _places() -> Iterator[Path]:
+    """Where to look for sets, in this order."""
+    yield root()
+    if not _writable(root()) and _own(_spare_root()):
+        yield _spare_root()
 
 
 def _spare_root() -> Path:
@@ -315,23 +340,41 @@ def _spare_root() -> Path:
     return Path(tempfile.gettempdir()) / f"agentkit-data-{os.getuid()}"
 
 
-def _writable(base: Path) -> Path:
-    """``base``, made if need be, or the spare place. Raises ``DataError``."""
-    with contextlib.suppress(OSError):
-        base.mkdir(parents=True, exist_ok=True)
-    if os.access(base, os.W_OK):
-        return base
-    spare = _spare_root()
+def _own(folder: Path) -> bool:
+    """Whether it is a folder, and no link to one, in which this user alone can have put anything."""
+    try:
+        said = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(said.st_mode) and said.st_uid == os.getuid() and not said.st_mode & 0o022
+
+
+def _writable(folder: Path) -> bool:
+    """Whether this user can write a folder that is there, or make one that is not."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return os.access(folder, os.W_OK)
+
+
+def _base() -> Path:
+    """The folder that sets go to, made if need be: the usual one, or the spare if that cannot be written."""
+    usual, spare = root(), _spare_root()
+    if _writable(usual):
+        usual.mkdir(parents=True, exist_ok=True)
+        return usual
     spare.mkdir(mode=0o700, exist_ok=True)
-    if spare.stat().st_uid != os.getuid():
-        raise DataError(f"{base} cannot be written and {spare} is somebody else's; AGENTKIT_DATA names another place")
+    if not _own(spare):
+        raise DataError(
+            f"{usual} cannot be written, and {spare} is not a folder of yours that you alone can write; "
+            "AGENTKIT_DATA names another place"
+        )
     return spare
 
 
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[Path]:
     """Keep other processes from fetching the same set; yields the folder that sets go to."""
-    base = _writable(root())
+    base = _base()
     if base != root() and dataset(name).generate is None:
         raise DataError(f"{root()} cannot be written; AGENTKIT_DATA names another place")
     with (base / f".{name}.lock").open("w") as lock:

@@ -7,10 +7,13 @@ import io
 import os
 import stat
 import tarfile
+import tempfile
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
+from others import as_another
 from typer.testing import CliRunner
 
 from agentkit import data
@@ -233,6 +236,116 @@ def test_only_one_process_fetches_a_set(place, monkeypatch):
     declare(monkeypatch)
     with data._lock("toys"), pytest.raises(DataError, match="another process is fetching"):
         data.fetch("toys", place)
+
+
+@pytest.fixture
+def commons(monkeypatch):
+    """A folder that every user may look into, with a folder for temporary files in it; ``tmp_path`` is its maker's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("AGENTKIT_DATA", f"{folder}/data")
+        monkeypatch.setattr(tempfile, "tempdir", f"{folder}/tmp")
+        os.mkdir(f"{folder}/tmp")
+        os.chmod(f"{folder}/tmp", 0o1777)
+        yield Path(folder)
+
+
+def source_of_toys(folder, text="1\n2\n"):
+    (folder / "games").mkdir(parents=True)
+    (folder / "games" / "a.txt").write_text(text)
+    return folder
+
+
+def spare_of_toys():
+    """Where this user's spare place has the toys, made by whoever calls."""
+    spare = data._spare_root()
+    spare.mkdir(mode=0o700)
+    return source_of_toys(spare / "toys")
+
+
+def test_the_spare_place_serves_those_who_cannot_write_the_usual_one(commons, monkeypatch):
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    made = as_another(data.locate, "toys")
+    assert made == commons / "tmp" / f"agentkit-data-{made.stat().st_uid}" / "toys"
+    assert as_another(data.find, "toys") == made
+    assert as_another(data.derived_root).parent == made.parent
+
+
+def test_a_place_that_can_be_written_comes_before_the_spare_one(place, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    spare_of_toys()
+    assert data.find("toys") is None
+    assert data.locate("toys") == place / "data" / "toys"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spare: spare.chmod(0o770),
+        lambda spare: spare.chmod(0o707),
+        lambda spare: (spare.rename(spare.with_name("elsewhere")), spare.symlink_to(spare.with_name("elsewhere"))),
+    ],
+    ids=["of a group", "everybody's", "a link"],
+)
+def test_sets_that_others_may_have_put_there_are_not_read(place, monkeypatch, change):
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(data, "_writable", lambda folder: False)  # as root, all can be
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    folder = spare_of_toys()
+    assert data.find("toys") == folder
+    change(folder.parent)
+    assert data.find("toys") is None
+    with pytest.raises(DataError, match="not a folder of yours that you alone can write"):
+        data.locate("toys")
+
+
+def test_sets_in_a_spare_place_of_another_user_are_not_read(commons, monkeypatch):
+    declare(monkeypatch, files=(Remote("https://example.org", "x"),))
+    folder = as_another(spare_of_toys)
+    assert as_another(data.find, "toys") == folder
+    os.chown(folder.parent, 0, 0)
+    folder.parent.chmod(0o755)
+    assert as_another(data.find, "toys") is None
+
+
+def test_a_root_that_can_only_be_read_has_its_sets_fetched(commons, monkeypatch):
+    declare(monkeypatch)
+    folder = data.fetch("toys", source_of_toys(commons / "source"))
+    assert as_another(data.fetch, "toys") == folder == as_another(data.locate, "toys")
+    assert as_another(data.verify, "toys") == []
+
+
+def test_a_root_that_cannot_be_looked_into_has_no_set(commons, monkeypatch):
+    declare(monkeypatch, files=(Remote("https://example.org", "x"),))
+    (commons / "data").mkdir(mode=0o700)
+    with pytest.raises(DataError, match="agentkit data fetch toys"):
+        as_another(data.locate, "toys")
+    with pytest.raises(DataError, match="cannot be written"):
+        as_another(data.fetch, "toys")
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    assert as_another(data.locate, "toys").parent.parent == commons / "tmp"
+
+
+def test_a_root_that_is_a_file_is_said_so(place, monkeypatch):
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    (place / "data").write_text("a file")
+    for root in (place / "data", place / "data" / "below"):
+        monkeypatch.setenv("AGENTKIT_DATA", str(root))
+        assert data.find("toys") is None
+        for work in (lambda: data.locate("toys"), lambda: data.fetch("toys", place), data.derived_root):
+            with pytest.raises(DataError, match=f"'{root}'; data sets lie in {root}, and AGENTKIT_DATA names another"):
+                work()
+
+
+def test_without_a_home_the_error_says_what_to_set(monkeypatch):
+    for name in ("AGENTKIT_DATA", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DataError, match=r"~/\.cache/agentkit/data: there is no such home; AGENTKIT_DATA"):
+        as_another(data.locate, "webshop-small", uid=54_321)
+    monkeypatch.setenv("AGENTKIT_DATA", "~nobody-of-that-name/data")
+    with pytest.raises(DataError, match="~nobody-of-that-name/data: there is no such home"):
+        data.root()
 
 
 def tarred(*members):
