@@ -267,29 +267,31 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
 
     An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
     """
-    known = dataset(name)
+    known, origin = dataset(name), source or "what was downloaded"
     if (there := find(name)) is not None:
         return there
     with _lock(name) as base:
         if (there := find(name)) is not None:  # another process was faster
             return there
-        target = base / known.folder
-        filling = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
+        target, filling = base / known.folder, base / f".{name}.filling"
+        shutil.rmtree(filling, ignore_errors=True)  # left by a process that was killed
+        filling.mkdir()
         try:
             if source is not None:
-                _take(known, source, filling)
+                _take(source, filling)
             elif known.generate is not None:
                 _named(known.generate)(filling)
             else:
                 _download(known, filling, base / ".downloads" / name, progress or (lambda *_: None))
-            if not complete(known, filling):
+            made = _complete_one(known, filling)
+            if made is None:
                 wanted = " or ".join(" and ".join(form) for form in known.forms)
-                raise DataError(f"{source or 'what was downloaded'} is not the set {name}: it lacks {wanted}")
-            _check_counts(known, filling)
-            _seal(filling)
+                raise DataError(f"{origin} is not the set {name}: it lacks {wanted}")
+            _check_counts(known, made)
+            _seal(made)
             if target.exists():  # incomplete, or it would have been found
                 raise DataError(f"{target} is there and is not the set {name}; move it away, then fetch again")
-            filling.rename(target)
+            made.rename(target)
         finally:
             shutil.rmtree(filling, ignore_errors=True)
         shutil.rmtree(base / ".downloads" / name, ignore_errors=True)
@@ -406,19 +408,33 @@ def _download(known: DataSet, target: Path, parts: Path, progress: Progress) -> 
             shutil.copyfile(part, target / remote.path)
 
 
-def _take(known: DataSet, source: Path, target: Path) -> None:
-    """Copy a folder, or unpack an archive; if all is in one folder at its top, that is the set."""
+def _take(source: Path, target: Path) -> None:
+    """Copy the files of a folder, or unpack an archive. What they were when they were taken elsewhere is forgotten."""
     if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
+        # Listed before anything is copied, since the target may lie in it.
+        for folder, _, files in list(os.walk(source, onerror=_raise, followlinks=True)):
+            copied = target / Path(folder).relative_to(source)
+            copied.mkdir(exist_ok=True)
+            for name in files:
+                shutil.copyfile(Path(folder, name), copied / name)
     elif source.is_file() and is_archive(source):
         unpack(source, target)
     else:
         raise DataError(f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2)")
-    tops = [path for path in target.iterdir() if path.is_dir()]
-    if len(tops) == 1 and not complete(known, target) and complete(known, tops[0]):
-        for path in tops[0].rename(target / RECORD).iterdir():  # a name that nothing in it has
-            path.rename(target / path.name)
-        (target / RECORD).rmdir()
+    for record in target.rglob(RECORD):
+        record.unlink()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _complete_one(known: DataSet, folder: Path) -> Path | None:
+    """The folder itself, or the only one at its top that is the set: archives often have one, beside others' notes."""
+    if complete(known, folder):
+        return folder
+    inner = [path for path in folder.iterdir() if complete(known, path)]
+    return inner[0] if len(inner) == 1 else None
 
 
 def _seal(folder: Path) -> None:
@@ -427,7 +443,7 @@ def _seal(folder: Path) -> None:
     (folder / RECORD).write_text(json.dumps({path.relative_to(folder).as_posix(): sha256(path) for path in paths}))
     for path in [*paths, folder / RECORD]:
         path.chmod(0o444)
-    folder.chmod(0o755)  # a temporary folder is its maker's alone
+    folder.chmod(0o755)  # whatever its maker's umask
 
 
 def _check_counts(known: DataSet, folder: Path) -> None:

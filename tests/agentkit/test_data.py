@@ -4,11 +4,17 @@ import functools
 import hashlib
 import http.server
 import io
+import json
 import os
+import resource
+import signal
 import stat
+import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -309,6 +315,27 @@ def test_sets_in_a_spare_place_of_another_user_are_not_read(commons, monkeypatch
     assert as_another(data.find, "toys") is None
 
 
+def test_a_set_is_taken_from_one_that_is_here_already(commons, monkeypatch):
+    declare(monkeypatch)
+    declare(monkeypatch, name="others")
+    sealed = data.fetch("toys", source_of_toys(commons / "source"))
+    data.fetch("others", sealed)
+    assert data.verify("others") == []
+    monkeypatch.setenv("AGENTKIT_DATA", f"{commons}/tmp/own")
+    assert as_another(data.fetch, "toys", sealed) == commons / "tmp" / "own" / "toys"
+    assert as_another(data.verify, "toys") == []
+
+
+def test_a_folder_that_can_only_be_read_serves_as_well(commons, monkeypatch):
+    declare(monkeypatch)
+    source = source_of_toys(commons / "source")
+    source.chmod(0o555)
+    (source / "games").chmod(0o555)
+    monkeypatch.setenv("AGENTKIT_DATA", f"{commons}/tmp/own")
+    assert as_another(data.fetch, "toys", source) == commons / "tmp" / "own" / "toys"
+    assert [path.name for path in (commons / "tmp" / "own").iterdir() if path.name != "toys"] == [".toys.lock"]
+
+
 def test_a_root_that_can_only_be_read_has_its_sets_fetched(commons, monkeypatch):
     declare(monkeypatch)
     folder = data.fetch("toys", source_of_toys(commons / "source"))
@@ -346,6 +373,66 @@ def test_without_a_home_the_error_says_what_to_set(monkeypatch):
     monkeypatch.setenv("AGENTKIT_DATA", "~nobody-of-that-name/data")
     with pytest.raises(DataError, match="~nobody-of-that-name/data: there is no such home"):
         data.root()
+
+
+def test_a_full_disk_is_said_so_and_nothing_is_left(place, monkeypatch):
+    declare(monkeypatch)
+    source = source_of_toys(place / "source")
+    (source / "large").write_bytes(bytes(1 << 20))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"File too large: .*large"):
+            data.fetch("toys", source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(place / "data") == [".toys.lock"]
+
+
+def test_a_link_to_nothing_is_named(place, monkeypatch):
+    declare(monkeypatch)
+    source = source_of_toys(place / "source")
+    (source / "dangling").symlink_to(place / "nothing")
+    with pytest.raises(DataError, match=r"No such file or directory: .*source/dangling"):
+        data.fetch("toys", source)
+
+
+def linger(folder):
+    (folder / "half").write_text("of it")
+    print("writing", flush=True)
+    time.sleep(600)
+
+
+def test_what_a_killed_process_left_is_swept(place, monkeypatch):
+    script = (
+        "import pytest, test_data; test_data.declare(pytest.MonkeyPatch(), generate='test_data:linger'); "
+        "test_data.data.locate('toys')"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        process.send_signal(signal.SIGKILL)
+    assert len(os.listdir(place / "data")) == 2
+    declare(monkeypatch, generate=f"{__name__}:write_toys")
+    data.locate("toys")
+    assert sorted(os.listdir(place / "data")) == [".toys.lock", "toys"]
+
+
+def test_the_one_folder_of_an_archive_that_is_the_set_is_taken(place, monkeypatch):
+    declare(monkeypatch)
+    notes = {"__MACOSX/top/games/._a.txt": "note", "read me": "note", "top/.agentkit.json": "{}"}
+    (place / "own.zip").write_bytes(packed(**{"top/games/a.txt": "one\ntwo\n", **notes}))
+    folder = data.fetch("toys", place / "own.zip")
+    assert sorted(os.listdir(folder)) == [".agentkit.json", "games"]
+    assert list(json.loads((folder / data.RECORD).read_text())) == ["games/a.txt"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    declare(monkeypatch, name="others")
+    (place / "two.zip").write_bytes(packed(**{"one/games/a.txt": "1\n2\n", "two/games/a.txt": "1\n2\n"}))
+    with pytest.raises(DataError, match=r"two\.zip is not the set others: it lacks games/a\.txt"):
+        data.fetch("others", place / "two.zip")
 
 
 def tarred(*members):
