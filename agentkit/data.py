@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentkit.archives import is_archive, unpack
-from agentkit.errors import ConfigError, DataError
+from agentkit.errors import AgentkitError, ConfigError, DataError
 
 if TYPE_CHECKING:  # sandboxes have sets, and no httpx
     from agentkit.download import Progress
@@ -287,7 +287,7 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
             if made is None:
                 wanted = " or ".join(" and ".join(form) for form in known.forms)
                 raise DataError(f"{origin} is not the set {name}: it lacks {wanted}")
-            _check_counts(known, made)
+            _check_counts(known, made, origin)
             _seal(made)
             if target.exists():  # incomplete, or it would have been found
                 raise DataError(f"{target} is there and is not the set {name}; move it away, then fetch again")
@@ -305,7 +305,12 @@ def verify(name: str) -> list[str]:
     problems = []
     record = folder / RECORD
     if record.is_file():
-        for path, digest in json.loads(record.read_text()).items():
+        try:
+            digests = dict(json.loads(record.read_text()))
+        except (TypeError, ValueError):
+            digests = {}
+            problems.append(f"{RECORD}, the record of what was fetched, is damaged")
+        for path, digest in digests.items():
             if not (folder / path).is_file():
                 problems.append(f"{path} is missing")
             elif sha256(folder / path) != digest:
@@ -315,7 +320,7 @@ def verify(name: str) -> list[str]:
         if remote.sha256 and not remote.unpack and path.is_file() and sha256(path) != remote.sha256:
             problems.append(f"{remote.path} is not the official file")
     try:
-        _check_counts(known, folder)
+        _check_counts(known, folder, folder)
     except DataError as error:
         problems.append(str(error))
     return problems
@@ -446,17 +451,23 @@ def _seal(folder: Path) -> None:
     folder.chmod(0o755)  # whatever its maker's umask
 
 
-def _check_counts(known: DataSet, folder: Path) -> None:
+def _check_counts(known: DataSet, folder: Path, origin: object) -> None:
     if not known.counts:
         return
-    found = _named(known.counter)(folder)
+    counter = _named(known.counter)
+    try:
+        found = counter(folder)
+    except AgentkitError:
+        raise
+    except Exception as error:  # whatever readers make of damaged files
+        raise DataError(f"{known.name} in {origin} cannot be read: {type(error).__name__}: {error}") from error
     wrong = [
         f"{found.get(what, 0)} {what} instead of {count}"
         for what, count in known.counts.items()
         if found.get(what) != count
     ]
     if wrong:
-        raise DataError(f"{known.name} in {folder} has {', '.join(wrong)}")
+        raise DataError(f"{known.name} in {origin} has {', '.join(wrong)}")
 
 
 def _named(target: str) -> Callable[..., Mapping[str, int]]:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -395,6 +396,39 @@ def test_a_link_to_nothing_is_named(place, monkeypatch):
     (source / "dangling").symlink_to(place / "nothing")
     with pytest.raises(DataError, match=r"No such file or directory: .*source/dangling"):
         data.fetch("toys", source)
+
+
+def damaged(folder):
+    raise ERRORS[(folder / "games" / "a.txt").read_text()]
+
+
+ERRORS = {
+    type(error).__name__: error
+    for error in (
+        EOFError("Compressed file ended"),
+        zlib.error("Error -3"),
+        ValueError("Expecting value"),
+        KeyError("name"),
+        TypeError("list indices"),
+        PermissionError("denied"),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_a_damaged_set_makes_of_its_reader_is_told(place, monkeypatch, kind):
+    declare(monkeypatch, counter=f"{__name__}:damaged")
+    source = source_of_toys(place / "source", kind)
+    with pytest.raises(DataError, match=f"toys in {source} cannot be read: {kind}: "):
+        data.fetch("toys", source)
+    folder = source_of_toys(place / "data" / "toys", kind)
+    (folder / data.RECORD).write_text("[1")
+    result = run("verify", "toys")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        ".agentkit.json, the record of what was fetched, is damaged",
+        f"toys in {folder} cannot be read: {kind}: {ERRORS[kind]}",
+    ]
 
 
 def linger(folder):
