@@ -20,7 +20,7 @@ from agentkit.envs.alfworld.games import SPLITS, GameFile, Split, games, select
 from agentkit.envs.base import Info, TextEnv
 from agentkit.envs.children import Child
 from agentkit.envs.spaces import Text
-from agentkit.errors import ConfigError, EnvCrashed
+from agentkit.errors import ConfigError, DataError, EnvCrashed
 
 Expert = Literal["planner", "handcoded"]
 STEP_TIMEOUT = 30.0
@@ -80,7 +80,7 @@ class AlfWorld(TextEnv):
             raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}")
         if expert not in get_args(Expert):
             raise ConfigError(f"expert={expert!r} must be 'planner' or 'handcoded'")
-        self._cache = datasets.root() / ".cache" / "alfworld"
+        self._cache = _cache()
         folder = datasets.locate(data) if data in datasets.DATASETS else Path(data).expanduser()
         listed = select(games(folder, split, self._cache), None if tasks is None else tuple(tasks))
         self.games = tuple(listed[k] for k in np.random.default_rng(_ORDER).permutation(len(listed)))
@@ -164,7 +164,8 @@ class AlfWorld(TextEnv):
     def _load(self, game: GameFile, drawn: int) -> GameFile | None:
         """Load a game; None for one that cannot be, which is said once."""
         expert_seed = drawn if self._expert == "handcoded" else None
-        arguments = (str(game.path), game.goal, self._upgrade, expert_seed, str(self._cache))
+        cache = None if self._cache is None else str(self._cache)
+        arguments = (str(game.path), game.goal, self._upgrade, expert_seed, cache)
         self._plan = []
         kind, value = self._child.call("load", *arguments, timeout=LOAD_TIMEOUT)
         if kind == "ok":
@@ -201,6 +202,14 @@ class AlfWorld(TextEnv):
             "task_type": self.game.task,
             "metrics": dict(self._metrics),
         }
+
+
+def _cache() -> Path | None:
+    """Where an index of games and translated games are kept; None on a machine without such a place."""
+    try:
+        return datasets.derived_root() / "alfworld"
+    except DataError:
+        return None
 
 
 def _transportable(action: str) -> str:

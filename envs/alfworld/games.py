@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from agentkit.envs.alfworld.keeping import keep
 from agentkit.errors import ConfigError, DataError
 
 Split = Literal["train", "valid_seen", "valid_unseen"]
@@ -111,7 +111,7 @@ def _listed(root: Path, fingerprint: str, index: Path | None) -> tuple[GameFile,
     if names is None:
         names = list(_playable(root))
         if kept is not None:
-            _keep(kept, json.dumps(names))
+            keep(kept, json.dumps(names).encode())
     if not names:
         raise DataError(f"{root} holds no playable game: none of its {GAME} files is solvable and of a known task")
     return tuple(GameFile(name, root / name / GAME) for name in names)
@@ -137,17 +137,6 @@ def _solvable(path: Path) -> bool:
         return bool(json.loads(path.read_text("utf-8")).get("solvable"))
     except ValueError:
         return True  # found out, and reported, when it is to be played
-
-
-def _keep(path: Path, text: str) -> None:
-    """Write the index, whole or not at all; a place that cannot be written is no reason to fail."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def select(listed: tuple[GameFile, ...], tasks: tuple[str, ...] | None) -> tuple[GameFile, ...]:

@@ -1,20 +1,18 @@
 """A game's PDDL, translated for Fast Downward: the slow part of loading a game, done once for each.
 
-Invariant: a translation depends on the domain and the problem alone, and is plain data. A kept one is whole or not
-there; a folder that cannot be written costs time, never a game.
+Invariant: a translation depends on the domain and the problem alone, and is plain data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld.keeping import keep
 
 _VERSION = 1
 
@@ -41,7 +39,8 @@ def translated(domain: str, problem: str, cache: Path | None) -> Translation:
     if (text := _read(kept)) is not None:
         return Translation(**json.loads(text))
     made = _translate(domain, problem)
-    _write(kept, json.dumps(asdict(made)))
+    if kept is not None:
+        keep(kept, zlib.compress(json.dumps(asdict(made)).encode(), 1))
     return made
 
 
@@ -78,15 +77,3 @@ def _read(path: Path | None) -> str | None:
         return None if path is None else zlib.decompress(path.read_bytes()).decode()
     except (OSError, zlib.error, UnicodeDecodeError):
         return None
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(zlib.compress(text.encode(), 1))
-        os.replace(file.name, path)
-    except OSError:
-        return

@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 import warnings
@@ -17,13 +19,15 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium.error import ResetNeeded
+from others import as_another
 from processes import gone
 from requiring import require
 
 import agentkit
+from agentkit import data as datasets
 from agentkit.envs.alfworld import env as module
 from agentkit.envs.alfworld import games as listing
-from agentkit.envs.alfworld import generator, package
+from agentkit.envs.alfworld import generator, package, translation
 from agentkit.envs.alfworld.env import AlfWorld
 from agentkit.envs.base import expert_actions
 from agentkit.errors import ConfigError, DataError, EnvCrashed, EnvTimeout, RegistryError
@@ -244,6 +248,51 @@ def test_the_index_is_read_again_only_when_games_change(tmp_path, monkeypatch):
         assert listing.games(tmp_path / "games", "train", tmp_path / "index") == first
     shutil.rmtree(root / f"{listing.TASKS[0]}-Mug-None-Shelf-0")
     assert len(listing.games(tmp_path / "games", "train", tmp_path / "index")) == 4
+
+
+# What is kept.
+
+
+def test_what_one_user_translated_another_need_not(monkeypatch):
+    made = translation.Translation("sas", [], {}, [], {})
+    monkeypatch.setattr(translation, "_translate", lambda domain, problem: made)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        kept = Path(folder) / "kept"
+        assert translation.translated("domain", "problem", kept) == made
+        monkeypatch.setattr(translation, "_translate", lambda domain, problem: pytest.fail("translated again"))
+        assert as_another(translation.translated, "domain", "problem", kept) == made
+        assert len(os.listdir(kept)) == 1
+
+
+def test_a_full_disk_costs_time_only_and_nothing_is_left(monkeypatch, tmp_path):
+    made = translation.Translation(os.urandom(1_000).hex(), [], {}, [], {})
+    monkeypatch.setattr(translation, "_translate", lambda domain, problem: made)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert translation.translated("domain", "problem", tmp_path) == made
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_the_data_can_only_be_read_games_are_translated_once_too(make, monkeypatch, tmp_path):
+    folder = str(make(split="valid_seen").games[0].path.parents[3])
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(datasets, "_writable", lambda folder: False)  # root could
+    make(data=folder, split="valid_seen").reset(seed=0)
+    assert os.listdir(tmp_path) == [f"agentkit-data-{os.getuid()}"]
+    kept = [path.suffix for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(kept) == [".json", ".z"]
+
+
+def test_without_any_place_to_write_games_are_played_all_the_same(make, monkeypatch, tmp_path):
+    folder = str(make(split="valid_seen").games[0].path.parents[3])
+    (tmp_path / "data").write_text("a file")
+    monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
+    assert make(data=folder, split="valid_seen").reset(seed=0)[1]["game"]
 
 
 def test_game_files_are_left_alone(make, official, tmp_path):
