@@ -1,11 +1,13 @@
 """Which games there are: the official layout of folders, the official filter, and an index of them.
 
 Invariant: game files are only ever read. A split is listed in one order, that of the names, wherever it lies; walking
-it happens once, since the index is kept apart from the games and holds as long as the split's folders have not changed.
+it happens once, since the index is kept apart from the games and holds as long as no game file comes, goes or changes.
+A process asks that of every file once, and afterwards of the tasks' folders alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -32,7 +34,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 TASKS: tuple[Task, ...] = get_args(Task)
 """In the order of the official numbers, 1 to 6."""
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
-_VERSION = 1
+_VERSION = 2
 _TAIL = 64
 _SOLVABLE = re.compile(rb'"solvable": (true|false)\}\s*$')
 
@@ -71,10 +73,13 @@ def games(folder: Path, split: Split, index: Path | None = None) -> tuple[GameFi
         index: a folder to keep the index in; None keeps it in memory only.
 
     Raises:
-        DataError: the split is not there, or holds no playable game.
+        DataError: the split is not there, cannot be read, or holds no playable game.
     """
-    root = _root(folder, split)
-    return _listed(root, _fingerprint(root), index)
+    try:
+        root = _root(folder, split)
+        return _listed(root, _folders(root), index)
+    except OSError as error:
+        raise DataError(f"the games of split {split} in {folder} cannot be read: {error}") from error
 
 
 def count(folder: Path) -> Mapping[str, int]:
@@ -94,23 +99,32 @@ def _root(folder: Path, split: Split) -> Path:
     return found[0].resolve()
 
 
-def _fingerprint(root: Path) -> str:
-    """Changes whenever a game is added or removed."""
+def _folders(root: Path) -> tuple[tuple[str, int], ...]:
+    """The tasks' folders, and when each had a trial added or removed."""
     with os.scandir(root) as entries:
-        folders = sorted((entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir())
-    return hashlib.sha256(json.dumps([_VERSION, str(root), folders]).encode()).hexdigest()
+        return tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()))
+
+
+def _fingerprint(root: Path, folders: tuple[tuple[str, int], ...]) -> str:
+    """Changes whenever a game file comes, goes, or is written anew."""
+    files = []
+    for folder, _ in folders:
+        for trial in sorted(os.listdir(f"{root}/{folder}")):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a trial may lack its game
+                files.append((folder, trial, os.stat(f"{root}/{folder}/{trial}/{GAME}").st_mtime_ns))
+    return hashlib.sha256(json.dumps([_VERSION, str(root), files]).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=16)
-def _listed(root: Path, fingerprint: str, index: Path | None) -> tuple[GameFile, ...]:
-    kept = None if index is None else index / f"alfworld-{fingerprint[:32]}.json"
+def _listed(root: Path, folders: tuple[tuple[str, int], ...], index: Path | None) -> tuple[GameFile, ...]:
+    kept = None if index is None else index / f"alfworld-{_fingerprint(root, folders)[:32]}.json"
     try:
         names = json.loads(kept.read_text("utf-8")) if kept is not None else None
     except (OSError, ValueError):
         names = None
     if names is None:
         names = list(_playable(root))
-        if kept is not None:
+        if kept is not None and names:
             keep(kept, json.dumps(names).encode())
     if not names:
         raise DataError(f"{root} holds no playable game: none of its {GAME} files is solvable and of a known task")

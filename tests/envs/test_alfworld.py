@@ -250,6 +250,39 @@ def test_the_index_is_read_again_only_when_games_change(tmp_path, monkeypatch):
     assert len(listing.games(tmp_path / "games", "train", tmp_path / "index")) == 4
 
 
+def test_games_that_arrive_in_folders_that_are_there_are_seen(tmp_path):
+    trials = [tmp_path / "train" / f"{task}-Mug-None-Shelf-1" / "trial_1" for task in listing.TASKS]
+    for trial in trials:
+        trial.mkdir(parents=True)
+        (trial / "traj_data.json").write_text("{}")
+    with pytest.raises(DataError, match="holds no playable game"):
+        listing.games(tmp_path, "train", tmp_path / "index")
+    for number, trial in enumerate(trials):
+        (trial / listing.GAME).write_text('{"solvable": true}')
+        listing._listed.cache_clear()  # as in a new process
+        assert len(listing.games(tmp_path, "train", tmp_path / "index")) == number + 1
+    (trials[0] / listing.GAME).write_text('{"solvable": false}')
+    listing._listed.cache_clear()
+    assert len(listing.games(tmp_path, "train", tmp_path / "index")) == 5
+
+
+def test_an_index_of_no_game_is_not_kept(tmp_path):
+    (tmp_path / "train" / "pick_and_place_simple-Mug-None-Shelf-1").mkdir(parents=True)
+    for index in (None, tmp_path / "index"):
+        with pytest.raises(DataError, match="holds no playable game"):
+            listing.games(tmp_path, "train", index)
+    assert not (tmp_path / "index").exists()
+
+
+def test_games_that_may_not_be_read_are_said_so(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        os.makedirs(f"{folder}/train")
+        os.chmod(f"{folder}/train", 0o700)
+        with pytest.raises(DataError, match=r"games of split train in .* cannot be read: .*Permission denied"):
+            as_another(listing.games, Path(folder), "train")
+
+
 # What is kept.
 
 
