@@ -40,7 +40,7 @@ class AlfWorld(TextEnv):
     Args:
         split: ``"train"``, ``"valid_seen"`` or ``"valid_unseen"``.
         data: a data set that ``agentkit data list`` names, or a folder of games. ``"alfworld"`` are the official ones.
-        tasks: play these of the six tasks only.
+        tasks: play this one, or these, of the six tasks only.
         upgrade: play games of version 2.1.1 (``put X in/on Y``) as version 2.1.2 (``move X to Y``) has them.
         expert: ``"planner"`` (shortest plans, knows everything) or ``"handcoded"`` (looks for things).
         show_actions: end every observation with the actions that are possible now.
@@ -68,7 +68,7 @@ class AlfWorld(TextEnv):
         *,
         split: Split = "train",
         data: str = "alfworld-own",
-        tasks: Sequence[str] | None = None,
+        tasks: str | Sequence[str] | None = None,
         upgrade: bool = False,
         expert: Expert = "planner",
         show_actions: bool = False,
@@ -82,7 +82,7 @@ class AlfWorld(TextEnv):
             raise ConfigError(f"expert={expert!r} must be 'planner' or 'handcoded'")
         self._cache = _cache()
         folder = datasets.locate(data) if data in datasets.DATASETS else Path(data).expanduser()
-        listed = select(games(folder, split, self._cache), None if tasks is None else tuple(tasks))
+        listed = select(games(folder, split, self._cache), tasks)
         self.games = tuple(listed[k] for k in np.random.default_rng(_ORDER).permutation(len(listed)))
         """In the order of seeds."""
         self.game: GameFile | None = None

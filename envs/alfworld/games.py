@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -153,10 +153,11 @@ def _solvable(path: Path) -> bool:
         return True  # found out, and reported, when it is to be played
 
 
-def select(listed: tuple[GameFile, ...], tasks: tuple[str, ...] | None) -> tuple[GameFile, ...]:
-    """The games of some tasks. Raises ``ConfigError`` for a task that is unknown or has no game."""
+def select(listed: tuple[GameFile, ...], tasks: str | Sequence[str] | None) -> tuple[GameFile, ...]:
+    """The games of a task, or of some. Raises ``ConfigError`` for a task that is unknown or has no game."""
     if tasks is None:
         return listed
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
         raise ConfigError(f"tasks={list(tasks)}: the tasks are {', '.join(TASKS)}")

@@ -283,6 +283,13 @@ def test_games_that_may_not_be_read_are_said_so(tmp_path):
             as_another(listing.games, Path(folder), "train")
 
 
+def test_a_task_may_be_given_alone(tmp_path):
+    listed = tuple(listing.GameFile(f"{task}-Mug-None-Shelf-1/trial_1", tmp_path) for task in listing.TASKS)
+    assert listing.select(listed, listing.TASKS[5]) == listing.select(listed, [listing.TASKS[5]]) == (listed[5],)
+    with pytest.raises(ConfigError, match=r"tasks=\['dance'\]: the tasks are pick_and_place_simple"):
+        listing.select(listed, "dance")
+
+
 # What is kept.
 
 
