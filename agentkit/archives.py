@@ -6,8 +6,10 @@ no special mode. What an archive claims to hold is never more than what may be w
 
 from __future__ import annotations
 
+import lzma
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -44,7 +46,16 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
                     if written > limit:
                         raise DataError(f"{archive} unpacks to more than {limit} bytes")
                     out.write(block)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        zipfile.BadZipFile,
+        lzma.LZMAError,
+        zlib.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise DataError(f"{archive} cannot be unpacked: {error}") from error
 
 
