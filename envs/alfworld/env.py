@@ -41,6 +41,7 @@ class AlfWorld(TextEnv):
         split: ``"train"``, ``"valid_seen"`` or ``"valid_unseen"``.
         data: a data set that ``agentkit data list`` names, or a folder of games. ``"alfworld"`` are the official ones.
         tasks: play this one, or these, of the six tasks only.
+        num_games: play only so many of them, the first in the order of seeds; None plays all.
         upgrade: play games of version 2.1.1 (``put X in/on Y``) as version 2.1.2 (``move X to Y``) has them.
         expert: ``"planner"`` (shortest plans, knows everything) or ``"handcoded"`` (looks for things).
         show_actions: end every observation with the actions that are possible now.
@@ -48,7 +49,7 @@ class AlfWorld(TextEnv):
 
     Raises:
         RegistryError: the extra ``alfworld`` is not installed.
-        ConfigError, DataError: there is no such split, task or data set.
+        ConfigError, DataError: there is no such split, task or data set, or ``num_games`` is less than 1.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
@@ -69,6 +70,7 @@ class AlfWorld(TextEnv):
         split: Split = "train",
         data: str = "alfworld-own",
         tasks: str | Sequence[str] | None = None,
+        num_games: int | None = None,
         upgrade: bool = False,
         expert: Expert = "planner",
         show_actions: bool = False,
@@ -80,10 +82,12 @@ class AlfWorld(TextEnv):
             raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}")
         if expert not in get_args(Expert):
             raise ConfigError(f"expert={expert!r} must be 'planner' or 'handcoded'")
+        if num_games is not None and num_games < 1:
+            raise ConfigError(f"num_games={num_games} must be at least 1")
         self._cache = _cache()
         folder = datasets.locate(data) if data in datasets.DATASETS else Path(data).expanduser()
         listed = select(games(folder, split, self._cache), tasks)
-        self.games = tuple(listed[k] for k in np.random.default_rng(_ORDER).permutation(len(listed)))
+        self.games = tuple(listed[k] for k in np.random.default_rng(_ORDER).permutation(len(listed))[:num_games])
         """In the order of seeds."""
         self.game: GameFile | None = None
         self.action_space = Text(examples=_EXAMPLES)

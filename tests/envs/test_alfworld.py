@@ -176,6 +176,9 @@ def test_consecutive_seeds_play_every_game_once(make):
     assert len(set(names)) == 6
     assert len({game.name for game in env.games}) == len(env.games) == generator.COUNTS["valid_seen"]
     assert len({name.partition("-")[0] for name in names}) > 1
+    few = make(split="valid_seen", num_games=4)
+    assert few.games == env.games[:4]
+    assert few.reset(seed=7)[1]["game"] == few.games[3].name
     again = env.reset(options={"game": names[3]})[1]["game"]
     assert again == names[3]
     with pytest.raises(ConfigError, match="no game 'nowhere'"):
@@ -372,6 +375,7 @@ def test_what_is_asked_for_must_exist(make, tmp_path):
     for kwargs, message in (
         ({"split": "test"}, "split='test' must be one of train, valid_seen, valid_unseen"),
         ({"tasks": ["dance"]}, "the tasks are pick_and_place_simple"),
+        ({"num_games": 0}, "at least 1"),
         ({"expert": "human"}, "'planner' or 'handcoded'"),
     ):
         with pytest.raises(ConfigError, match=message):
