@@ -19,8 +19,8 @@ HEADER = (
 
 PAGE = """# Learning
 
-Written by `python -m benchmarks.learning`. Success on test tasks: the mean, and the range over n seeds. A gap is closed
-when the expert's success is reached.
+Written by `python -m benchmarks.learning`. Success on test tasks (of ALFWorld: on the games of training): the mean, and
+the range over n seeds. A gap is closed when the expert's success is reached.
 
 {table}
 Success in training, averaged over five steps:

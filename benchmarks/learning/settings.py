@@ -1,7 +1,7 @@
 """What is measured: one configuration a setting, and the overrides that make an imitation run or an RL run of it.
 
 Invariant: all runs of a setting and seed start reinforcement learning from the same imitated model, and are evaluated
-on the same test tasks, whose layouts training never sees.
+on the same tasks: test tasks, whose layouts training never sees, but for ALFWorld's, which are the games of training.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ SETTINGS = (
     Setting("frozen_lake_slippery", "FrozenLake 4×4, slippery", one_imitation=True),
     Setting("sokoban", "Sokoban 6×6, one box", one_imitation=True),
     Setting("webshop", "WebShop, our shop", one_imitation=True, ratios=(1.0,), folder=EXAMPLES),
-    Setting("alfworld", "ALFWorld, our rooms", one_imitation=True, ratios=(1.0,), seeds=1, folder=EXAMPLES),
+    Setting("alfworld", "ALFWorld, 40 games of ours", one_imitation=True, ratios=(1.0,), seeds=1, folder=EXAMPLES),
 )
