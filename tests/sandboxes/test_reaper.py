@@ -98,9 +98,14 @@ sys.stdin.readline()
     with process:
         run = process.stdout.readline().strip()
         until(lambda: len(reapers(run)) == 1, "there is a reaper")
-        for pid in reapers(run):
-            os.kill(pid, signal.SIGKILL)
-        until(lambda: not reapers(run), "the reaper is dead")
+
+        def killed() -> bool:  # one that had not begun when it was killed may have been replaced already
+            for pid in reapers(run):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not reapers(run)
+
+        until(killed, "the reaper is dead")
         process.stdin.write("\n")
         process.stdin.flush()
         until(lambda: reapers(run), "there is another reaper")
