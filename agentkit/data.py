@@ -123,7 +123,7 @@ DATASETS: dict[str, DataSet] = {
             homepage="agentkit",
             size="nothing",
             forms=(("train", "valid_seen", "valid_unseen"),),
-            counts={"train": 1_200, "valid_seen": 96, "valid_unseen": 96},
+            counts={"train": 600, "valid_seen": 96, "valid_unseen": 96},
             version=2,
             generate="agentkit.envs.alfworld.generator:write",
             **_ALFWORLD,
