@@ -23,8 +23,8 @@ from agentkit.envs.alfworld.games import GAME, SPLITS, TASKS, TRAJECTORY, Split,
 from agentkit.envs.alfworld.rooms import LAMP, LAMP_PLACES, LAMP_ROOMS, TEMPLATES, Kind, Scene, scene
 
 COUNTS: dict[Split, int] = {"train": 600, "valid_seen": 96, "valid_unseen": 96}
-"""Games of the collection; every sixth is of the same task. All together fit into a sandbox's ``/tmp``, beside the planner's
-libraries."""
+"""Games of the collection; every sixth is of the same task. All of them, and the planner's libraries, fit into the
+``/tmp`` of a sandbox."""
 _SEEN_SCENES, _UNSEEN_SCENES = range(8), range(8, 12)
 _STATION = {
     "pick_clean_then_place_in_recep": ("SinkBasin", "Cleanable"),
