@@ -49,7 +49,7 @@ class AlfWorld(TextEnv):
 
     Raises:
         RegistryError: the extra ``alfworld`` is not installed.
-        ConfigError, DataError: there is no such split, task or data set, or ``num_games`` is less than 1.
+        ConfigError, DataError: there is no such split, task or data set, or ``num_games`` is no number of games.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
@@ -82,8 +82,8 @@ class AlfWorld(TextEnv):
             raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}")
         if expert not in get_args(Expert):
             raise ConfigError(f"expert={expert!r} must be 'planner' or 'handcoded'")
-        if num_games is not None and num_games < 1:
-            raise ConfigError(f"num_games={num_games} must be at least 1")
+        if num_games is not None and (type(num_games) is not int or num_games < 1):
+            raise ConfigError(f"num_games={num_games!r} must be a whole number of at least 1, or None")
         self._cache = _cache()
         folder = datasets.locate(data) if data in datasets.DATASETS else Path(data).expanduser()
         listed = select(games(folder, split, self._cache), tasks)

@@ -375,7 +375,7 @@ def test_what_is_asked_for_must_exist(make, tmp_path):
     for kwargs, message in (
         ({"split": "test"}, "split='test' must be one of train, valid_seen, valid_unseen"),
         ({"tasks": ["dance"]}, "the tasks are pick_and_place_simple"),
-        ({"num_games": 0}, "at least 1"),
+        *(({"num_games": number}, "whole number of at least 1") for number in (0, -3, 1.5, "two", True)),
         ({"expert": "human"}, "'planner' or 'handcoded'"),
     ):
         with pytest.raises(ConfigError, match=message):
