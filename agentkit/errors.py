@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from agentkit.text import printable
+
 SideEffects = Literal["none", "maybe", "done"]
 """What a failed call did before it failed: nothing, perhaps something, or all that it was asked for."""
 
@@ -18,6 +20,10 @@ class AgentkitError(Exception):
 
     retryable: bool = False
     side_effects: SideEffects = "none"
+
+    def __str__(self) -> str:
+        """The message, safe to print: it may quote what a sandbox or a policy wrote."""
+        return printable(super().__str__())
 
 
 class ConfigError(AgentkitError):
@@ -84,7 +90,7 @@ class RunDirectoryError(AgentkitError):
 
 
 class SandboxError(AgentkitError):
-    """A sandbox, or the engine behind it, failed; ``details`` holds plain data for programs."""
+    """A sandbox, or the engine behind it, failed; ``details`` holds plain data for programs, not escaped."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)

@@ -15,6 +15,7 @@ from agentkit.envs import frames
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvTimeout, RegistryError, SandboxError
 from agentkit.sandboxes.backend import Process
 from agentkit.sandboxes.sandbox import Sandbox
+from agentkit.text import printable
 
 _LIFE = 30 * 86400.0
 """Seconds that a process may live; its sandbox ends it earlier."""
@@ -32,7 +33,7 @@ class InSandbox(Exception):
     """The traceback from inside the sandbox, as text: the cause of the error that was raised for it."""
 
     def __str__(self) -> str:
-        return f"\n\nin the sandbox:\n{self.args[0]}"
+        return f"\n\nin the sandbox:\n{printable(self.args[0])}"
 
 
 class EnvProcess:

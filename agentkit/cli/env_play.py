@@ -17,6 +17,7 @@ from agentkit import registry
 from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import TextEnv
 from agentkit.errors import ConfigError
+from agentkit.text import printable
 
 Player = Literal["human", "expert", "random"]
 Choose = Callable[[dict[str, Any]], str | None]
@@ -45,7 +46,7 @@ def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episo
 def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | None:
     """Play one episode; None if the person stopped playing."""
     observation, info = env.reset(seed=seed)
-    typer.echo(f"seed {seed}\n{observation}")
+    typer.echo(printable(f"seed {seed}\n{observation}"))
     choose = _chooser(env, player, seed)
     total, limit = 0.0, env.max_turns * env.actions_per_turn
     for step in range(1, limit + 1):
@@ -56,7 +57,7 @@ def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | No
         observation, reward, terminated, truncated, info = env.step(action)
         total += reward
         remark = "" if info.get("action_valid", True) else "  (no such action)"
-        typer.echo(f"\n{step}. {action}{remark}  reward {reward:g}\n{observation}")
+        typer.echo(printable(f"\n{step}. {action}{remark}  reward {reward:g}\n{observation}"))
         if terminated or truncated:
             break
         if player != "human":
@@ -84,7 +85,7 @@ def _chooser(env: TextEnv, player: Player, seed: int) -> Choose:
 def _ask(info: dict[str, Any]) -> str | None:
     """Read an action from the terminal; the beginning of an admissible one is enough. None at the end of input."""
     known = info.get("admissible_actions") or []
-    hint = f" [{'/'.join(known)}]" if 0 < len(known) <= 8 else ""
+    hint = f" [{printable('/'.join(known))}]" if 0 < len(known) <= 8 else ""
     try:
         text = input(f"action{hint} (empty to stop)> ").strip()
     except EOFError:

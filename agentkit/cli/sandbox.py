@@ -1,12 +1,14 @@
 """`agentkit sandbox`: list, logs, exec, gc, build, serve.
 
 Invariant: nothing is removed but what nobody owns any more, unless it is asked for by name; what runs a command gives
-its output and its exit status on as they are.
+its output and its exit status on as they are. A terminal never interprets what a sandbox wrote: there, control
+characters are shown as escapes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import concurrent.futures
 import contextlib
 import json
@@ -16,13 +18,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 import typer
 
 from agentkit.errors import AgentkitError, ConfigError, SandboxLost
+from agentkit.text import printable
 
 if TYPE_CHECKING:
     from agentkit.sandboxes.backend import Backend, Process
@@ -79,7 +82,7 @@ def logs(
         async with _home_of(id, backend) as home:
             return await home.logs(id, tail)
 
-    _write(sys.stdout, run(main()))
+    _writer(sys.stdout)(run(main()))
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -240,10 +243,11 @@ async def _execute(id: str, command: list[str], timeout: float, cwd: str | None,
 
     async with _home_of(id, name) as home, await Sandbox.connect(id, backend=home) as box:
         process = await box.spawn(command, timeout=timeout, cwd=cwd)
+        write = {"stdout": _writer(sys.stdout), "stderr": _writer(sys.stderr)}
         feeding = asyncio.ensure_future(_feed(process, stdin))
         try:
             async for stream, data in process:
-                _write(sys.stdout if stream == "stdout" else sys.stderr, data)
+                write[stream](data)
             result = await process.wait()
         except BaseException:
             await asyncio.shield(process.kill())
@@ -332,6 +336,14 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _writer(stream: TextIO) -> Callable[[bytes], None]:
+    """Write a sandbox's output to ``stream``: as it is, or to a terminal with its control characters escaped."""
+    if not stream.isatty():
+        return lambda data: _write(stream, data)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return lambda data: _write(stream, printable(decoder.decode(data)).encode())
 
 
 def _write(stream: TextIO, data: bytes) -> None:

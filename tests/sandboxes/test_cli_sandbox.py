@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from owner_harness import PATIENCE, OwnerProcess, owner, until
 
 from agentkit.cli import sandbox
 from agentkit.errors import ConfigError
+from agentkit.sandboxes.backends.local_state import log_path
 
 __all__ = ["owner", "runtime_directory"]
 
@@ -147,3 +150,31 @@ def test_serving(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
     process.communicate()
+
+
+def test_a_terminal_does_not_obey_a_sandbox(owner: Owner) -> None:
+    """Escapes in logs and in a command's output are shown; what is no terminal gets the bytes as they are."""
+    id = owner("local", 1).ids[0]
+    with log_path(id).open("ab") as log:
+        log.write(b"\x1b]0;hostile\x07\x9b2J\n")
+    hostile = ["sh", "-c", r"printf 'ok\rno \033[2J\302\2332K'; printf '\033c' >&2"]
+    assert agentkit("exec", *HERE, id, *hostile).stdout == b"ok\rno \x1b[2J\xc2\x9b2K"
+    assert b"\x1b]0;hostile\x07" in agentkit("logs", *HERE, id).stdout
+    assert on_a_terminal("exec", *HERE, id, *hostile) == rb"ok\x0dno \x1b[2J\x9b2K" + rb"\x1bc"
+    assert rb"\x1b]0;hostile\x07" in on_a_terminal("logs", *HERE, id)
+
+
+def on_a_terminal(*words: str) -> bytes:
+    """What a terminal is sent by `agentkit sandbox`."""
+    terminal, end = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "agentkit", "sandbox", *words], stdin=subprocess.DEVNULL, stdout=end, stderr=end
+    ) as process:
+        os.close(end)
+        sent = b""
+        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more raises EIO
+            while data := os.read(terminal, 1 << 16):
+                sent += data
+        os.close(terminal)
+        assert process.wait(PATIENCE) == 0
+    return sent
