@@ -127,7 +127,8 @@ class RolloutConfig(Strict):
     max_failure_share: float = Field(default=0.5, gt=0, le=1)
     """The run stops when more than this share of the last episodes had a failing environment."""
     dynamic_sampling: bool = False
-    """Replace groups whose members all earned the same: they carry no signal for group baselines."""
+    """Replace groups that carry no signal for the advantage: under a group baseline, those whose members all earned
+    the same; with `gigpo`, only if no two turns in the same state had different returns either."""
     max_refills: float = Field(default=2.0, ge=0)
     """Most zero-signal groups replaced in a step, as a multiple of `groups`; beyond it they are used as they are."""
 
@@ -374,7 +375,11 @@ def _algorithm_contradictions(config: RunConfig) -> Iterator[str]:
             f"rollout.group_size={rollout.group_size} with algorithm.advantage={algorithm.advantage}: a group baseline "
             "of one member is its own reward, so that nothing would be learnt; use group_size >= 2 or reinforce"
         )
-    if rollout.group_size < 2 and rollout.dynamic_sampling:
-        yield "rollout.dynamic_sampling=true with rollout.group_size=1: every group has zero spread; set one of them"
+    if rollout.dynamic_sampling and algorithm.advantage in ("reinforce_pp", "gae"):
+        yield (
+            f"rollout.dynamic_sampling=true with algorithm.advantage={algorithm.advantage} replaces nothing: this "
+            "advantage compares a group with the rest of the batch, so every group carries signal; drop the setting "
+            "or choose an advantage with a group baseline"
+        )
     if algorithm.kl_coef > 0 and algorithm.kl == "none":
         yield f"algorithm.kl_coef={algorithm.kl_coef} but algorithm.kl=none: choose k1, k2 or k3, or set kl_coef=0"

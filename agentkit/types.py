@@ -88,6 +88,18 @@ class Trajectory:
         return float(sum(turn.reward for turn in self.turns))
 
     @property
+    def states(self) -> list[str]:
+        """What the environment had said last when each turn was taken.
+
+        That is the turn's ``observation``, except after an answer without a valid format: such an answer does not move
+        the environment, and ``observation`` then adds a complaint to what the environment had said before.
+        """
+        states: list[str] = []
+        for before, turn in zip([None, *self.turns], self.turns, strict=False):
+            states.append(turn.observation if before is None or before.actions else states[-1])
+        return states
+
+    @property
     def num_action_tokens(self) -> int:
         return sum(len(turn.action_ids) for turn in self.turns)
 

@@ -38,6 +38,9 @@ class Batch:
     """int32 ``[N]``: index of the turn within its episode; ``final_ids`` count as one turn more."""
     versions: IntArray
     """int32 ``[N]``: the policy version that produced the token; -1 where ``mask`` is False."""
+    states: IntArray
+    """int32 ``[N]``: number of the state in which the token's turn was taken. Two turns have the same number exactly
+    if the environment had said the same text (``Trajectory.states``); -1 for ``final_ids``, where no turn is taken."""
     group_ids: NDArray[np.int64]
     """int64 ``[S]``."""
     members: NDArray[np.int64]
@@ -79,9 +82,10 @@ def flatten(groups: Sequence[Group]) -> Batch:
     episodes = [trajectory for group in groups for trajectory in group.members]
     if not episodes:
         raise LearnerError("a batch without episodes: pass at least one group that has members")
-    parts = [_columns(trajectory) for trajectory in episodes]
+    numbers: dict[str, int] = {}
+    parts = [_columns(trajectory, numbers) for trajectory in episodes]
     lengths = [len(part[0]) for part in parts]
-    tokens, mask, logprobs, rewards, turn_ids, versions = (
+    tokens, mask, logprobs, rewards, turn_ids, versions, states = (
         np.concatenate(column) for column in zip(*parts, strict=True)
     )
     return Batch(
@@ -92,14 +96,18 @@ def flatten(groups: Sequence[Group]) -> Batch:
         rewards=rewards,
         turn_ids=turn_ids,
         versions=versions,
+        states=states,
         group_ids=np.array([trajectory.group_id for trajectory in episodes], np.int64),
         members=np.array([trajectory.member for trajectory in episodes], np.int64),
         truncated=np.array([trajectory.outcome == "truncated" for trajectory in episodes], np.bool_),
     )
 
 
-def _columns(trajectory: Trajectory) -> tuple[np.ndarray, ...]:
-    """Per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions."""
+def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:
+    """Per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions, states.
+
+    ``numbers`` are those of the states met so far; new ones are added.
+    """
     where = f"episode {trajectory.group_id}/{trajectory.member}"
     if trajectory.outcome == "voided":
         raise LearnerError(f"{where} is voided ({trajectory.reason}): it must be left out before a batch is built")
@@ -124,7 +132,9 @@ def _columns(trajectory: Trajectory) -> tuple[np.ndarray, ...]:
         versions[mask] = np.concatenate(
             [np.repeat(version, count) for turn in trajectory.turns for version, count in turn.versions]
         )
-    return tokens, mask, logprobs, _rewards(trajectory, mask, turn_ids, where), turn_ids, versions
+    met = [numbers.setdefault(state, len(numbers)) for state in trajectory.states]
+    states = np.array([*met, -1], np.int32)[turn_ids]
+    return tokens, mask, logprobs, _rewards(trajectory, mask, turn_ids, where), turn_ids, versions, states
 
 
 def _check_turn(ids: IntArray, logprobs: FloatArray, versions: Sequence[tuple[int, int]], where: str) -> None:

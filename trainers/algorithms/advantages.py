@@ -11,7 +11,6 @@ Formulas and sources: ``docs/algorithms.md``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -57,13 +56,6 @@ def estimate(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estim
     return result
 
 
-def zero_signal_groups(batch: Batch) -> NDArray[np.int64]:
-    """Ids of the groups whose members all earned the same return: group baselines learn nothing from them."""
-    spread = _deviations(episode_returns(batch), batch.group_ids)
-    varied = np.unique(batch.group_ids[spread != 0])
-    return np.setdiff1d(np.unique(batch.group_ids), varied)
-
-
 def episode_returns(batch: Batch) -> Double:
     """Undiscounted return of each sequence, ``[S]``."""
     rewards = _masked(batch, batch.rewards)
@@ -81,14 +73,18 @@ def gigpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate
     """``A_episode + A_turn`` (GiGPO, arXiv:2505.10978, eqs. 4 to 8, w = 1): credit for single turns without a critic.
 
     ``A_episode`` is GRPO's advantage. ``A_turn`` compares the discounted return to go of a turn (as in ``reinforce``)
-    with those of all turns of the same group that were taken in the same state, and is scaled like GRPO's; a state
-    met once gives 0. States are equal if the observations' tokens are.
+    with those of all turns of the same group that were taken in the same state (``batch.states``), and is scaled like
+    GRPO's; a state met once gives 0. Turns without an action token take no part.
     """
     episode = grpo(batch, values, config)
     turns = _turn_index(batch)
     to_go = _turn_returns(batch, turns, config.gamma)
-    advantage = _standardised(to_go, _anchors(batch, turns))[turns]
-    return _finish(batch, episode.advantages + advantage, to_go[turns])
+    acted = np.bincount(turns, weights=batch.mask) > 0
+    first = np.unique(turns, return_index=True)[1][acted]
+    key = np.stack([batch.group_ids[batch.sequence_ids[first]], batch.states[first]])
+    advantage = np.zeros(len(to_go))
+    advantage[acted] = _standardised(to_go[acted], np.unique(key, axis=1, return_inverse=True)[1].reshape(-1))
+    return _finish(batch, episode.advantages + advantage[turns], to_go[turns])
 
 
 def grpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
@@ -212,18 +208,6 @@ def _turn_returns(batch: Batch, turns: NDArray[np.int64], gamma: float) -> Doubl
         following = rewards[k] + (gamma * following if sequence_of_turn[k] == sequence else 0.0)
         to_go[k], sequence = following, sequence_of_turn[k]
     return to_go
-
-
-def _anchors(batch: Batch, turns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for each turn, equal for two turns of one group whose observations are token for token the same."""
-    seen: dict[tuple[int, bytes], int] = {}
-    anchors = np.zeros(turns[-1] + 1, np.int64)
-    bounds = np.flatnonzero(np.diff(turns, prepend=-1, append=turns[-1] + 1))
-    for turn, (start, end) in enumerate(pairwise(bounds)):
-        observation = batch.tokens[start:end][~batch.mask[start:end]]
-        key = (int(batch.group_ids[batch.sequence_ids[start]]), observation.tobytes())
-        anchors[turn] = seen.setdefault(key, len(seen))
-    return anchors
 
 
 def _groups(group_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

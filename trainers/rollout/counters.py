@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from agentkit.config import AlgorithmConfig
+from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.types import Group, Trajectory
 
 ZERO_SIGNAL = "zero_signal"
-"""Why a group is refilled whose members all earned the same."""
+"""Why a group is refilled that teaches the estimator nothing."""
 
 
 TASK = "task/"
@@ -28,16 +30,11 @@ def task_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     return {name: sum(some) / len(some) for name, some in sorted(values.items())}
 
 
-def has_signal(members: Sequence[Trajectory]) -> bool:
-    """Whether the members earned differently; otherwise every group baseline makes their advantages zero."""
-    rewards = [member.reward for member in members]
-    return max(rewards) - min(rewards) > 1e-9
-
-
 class RolloutCounters:
     """Collects between two snapshots."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._algorithm = algorithm
         self.failures = 0
         self.retries = 0
         self.refills = 0
@@ -76,18 +73,21 @@ class RolloutCounters:
                 metrics[f"gate/{ending}_tokens_mean"] = self._lengths[ending] / self._endings[ending]
         metrics |= {f"gate/{name}": float(count) for name, count in self._endings.items() if "/" in name}
         if self._groups:
-            metrics |= _trained(self._groups, self._without_signal, self.refills)
-        self.__init__()
+            metrics |= _trained(self._groups, self._without_signal, self.refills, self._algorithm)
+        self.__init__(self._algorithm)
         return metrics
 
 
 def _trained(
-    groups: Sequence[tuple[Group, int]], without_signal: Sequence[Trajectory], refills: int
+    groups: Sequence[tuple[Group, int]],
+    without_signal: Sequence[Trajectory],
+    refills: int,
+    algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
     episodes = [*(member for group, _ in groups for member in group.members), *without_signal]
     ages = [age for _, age in groups]
     count = len(episodes)
-    flat = sum(not has_signal(group.members) for group, _ in groups) + refills
+    flat = sum(not carries_signal(group.members, algorithm) for group, _ in groups) + refills
     metrics = {
         "rollout/episodes": float(count),
         "rollout/return_mean": sum(e.reward for e in episodes) / count,

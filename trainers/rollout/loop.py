@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from agentkit.config import RunConfig, attempts
 from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded
+from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.inference.base import InferenceEngine
-from agentkit.trainers.rollout.counters import ZERO_SIGNAL, RolloutCounters, has_signal
+from agentkit.trainers.rollout.counters import ZERO_SIGNAL, RolloutCounters
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
 from agentkit.trainers.rollout.failures import FailureBudget
 from agentkit.trainers.rollout.garbage import CalmCollector
@@ -69,6 +70,7 @@ class RolloutLoop:
         source = EnvSource.of(config.env)
         self._engine = engine
         self._rollout = rollout
+        self._algorithm = config.algorithm
         self._attempts = attempts(config)
         self._deterministic = config.deterministic
         self._on_episode = on_episode
@@ -87,7 +89,7 @@ class RolloutLoop:
         self._wake = asyncio.Event()
         self._running = False
         self._failure: BaseException | None = None
-        self._counters = RolloutCounters()
+        self._counters = RolloutCounters(config.algorithm)
         self._collector = CalmCollector()
         members = rollout.group_size + rollout.extra_members
         self._budget = FailureBudget(rollout.max_failure_share, window=max(100, 4 * self.gate.capacity * members))
@@ -214,9 +216,10 @@ class RolloutLoop:
         """Replace those of these ready groups that carry no signal, as far as the step's budget goes."""
         if not self._rollout.dynamic_sampling:
             return
+        budget = self._rollout.max_refills * self._rollout.groups
         for group_id in ready:
             group = self._groups[group_id]
-            if has_signal(group.done) or self._counters.refills >= self._rollout.max_refills * self._rollout.groups:
+            if self._counters.refills >= budget or carries_signal(group.done, self._algorithm):
                 continue
             self._counters.refills += 1
             self.gate.remove(group_id)

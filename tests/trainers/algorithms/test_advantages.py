@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from agentkit.config import AlgorithmConfig
 from agentkit.errors import LearnerError
-from agentkit.trainers.algorithms.advantages import ESTIMATORS, estimate, zero_signal_groups
+from agentkit.trainers.algorithms.advantages import ESTIMATORS, estimate
+from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.batch import flatten
 from agentkit.types import Group, Trajectory, Turn
 
 FEW = settings(max_examples=20, deadline=None)
+MANY = settings(max_examples=100, deadline=None)
 SEEDS = st.integers(0, 2**32 - 1)
 DISCOUNTS = st.sampled_from([1.0, 0.9, 0.5])
 
@@ -78,21 +80,67 @@ def slow_reinforce(groups, gamma):
     return np.array(expected)
 
 
-def slow_gigpo(groups, gamma):
-    """GRPO plus, turn by turn, GRPO's formula over all turns of the group that begin with the same observation."""
+def wander(seed):
+    """Groups whose episodes walk among few states, and by member, the state in which each turn was taken.
+
+    As in a rollout, the first prompt of an episode has the rules before its observation, the prompt after an answer
+    without a valid format has a complaint before it (the state is the same), and a truncated episode ends with the
+    prompt of one more state, in which no turn is taken.
+    """
+    rng = np.random.default_rng(seed)
+    groups, states = [], {}
+
+    def prompt(before, state):
+        return np.array([*before, 100 + state], np.int32)
+
+    for group_id in range(rng.integers(1, 4)):
+        start = int(rng.integers(3))  # groups share states: their turns must not be compared all the same
+        members = []
+        for member in range(rng.integers(1, 5)):
+            state, turns, visited, complaint = start, [], [], ""
+            before = [1, 2, 3]
+            for _ in range(rng.integers(1, 6)):
+                invalid = bool(rng.random() < 0.25)
+                action = rng.integers(0, 50, rng.integers(1, 4)).astype(np.int32)
+                turns.append(
+                    Turn(
+                        prompt(before, state),
+                        action,
+                        -np.ones(len(action), np.float32),
+                        ((0, len(action)),),
+                        reward=float(rng.choice([0.0, 0.0, 1.0, -0.5])),
+                        observation=f"{complaint}state {state}",
+                        actions=() if invalid else ("go",),
+                    )
+                )
+                visited.append(state)
+                before, complaint = ([4, 5], "no valid format. ") if invalid else ([4], "")
+                state = state if invalid else int(rng.integers(3))
+            trajectory = Trajectory(group_id, member, "test", 0, 0, turns)
+            if rng.random() < 0.5:
+                trajectory.outcome, trajectory.final_ids = "truncated", prompt(before, state)
+            members.append(trajectory)
+            states[group_id, member] = visited
+        groups.append(Group(group_id, 0, 0, members))
+    return groups, states
+
+
+def slow_gigpo(groups, states, gamma):
+    """GRPO plus, turn by turn, GRPO's formula over all turns of the group that were taken in the same state."""
     expected = []
     for group in groups:
-        turns = [
-            (member, k, sum(gamma ** (j - k) * later.reward for j, later in enumerate(trajectory.turns) if j >= k))
-            for member, trajectory in enumerate(group.members)
-            for k in range(len(trajectory.turns))
-        ]
-        observed = [group.members[member].turns[k].prompt_ids.tolist() for member, k, _ in turns]
         returns = [trajectory.reward for trajectory in group.members]
-        for index, (member, k, _) in enumerate(turns):
-            peers = [i for i in range(len(turns)) if observed[i] == observed[index]]
-            step = grpo([turns[i][2] for i in peers], peers.index(index))
-            expected += [grpo(returns, member) + step] * len(group.members[member].turns[k].action_ids)
+        turns = [(i, k) for i, trajectory in enumerate(group.members) for k in range(len(trajectory.turns))]
+
+        def to_go(turn, members=group.members):
+            rewards = [later.reward for later in members[turn[0]].turns[turn[1] :]]
+            return sum(gamma**j * reward for j, reward in enumerate(rewards))
+
+        for i, k in turns:
+            here = states[group.group_id, i][k]
+            peers = [(j, n) for j, n in turns if states[group.group_id, j][n] == here]
+            step = grpo([to_go(peer) for peer in peers], peers.index((i, k)))
+            expected += [grpo(returns, i) + step] * len(group.members[i].turns[k].action_ids)
     return np.array(expected)
 
 
@@ -153,18 +201,66 @@ def test_reinforce_discounts_by_turn(make_groups, seed, gamma):
     np.testing.assert_allclose(result.returns[batch.mask], expected, rtol=1e-5, atol=1e-6)
 
 
-@FEW
-@given(seed=SEEDS, gamma=DISCOUNTS, states=st.integers(1, 4))
-def test_gigpo_compares_turns_taken_in_the_same_state(make_groups, seed, gamma, states):
-    groups = make_groups(seed)
-    rng = np.random.default_rng(seed)
-    for group in groups:
-        for turn in (turn for trajectory in group.members for turn in trajectory.turns):
-            turn.prompt_ids = np.full(3, rng.integers(states), np.int32)
+@MANY
+@given(seed=SEEDS, gamma=DISCOUNTS)
+def test_gigpo_compares_turns_taken_in_the_same_state(seed, gamma):
+    groups, states = wander(seed)
     batch = flatten(groups)
     result = estimate(batch, values_for(batch, seed, 0), configured(advantage="gigpo", gamma=gamma))
-    np.testing.assert_allclose(result.advantages[batch.mask], slow_gigpo(groups, gamma), rtol=1e-4, atol=1e-4)
+    expected = slow_gigpo(groups, states, gamma)
+    np.testing.assert_allclose(result.advantages[batch.mask], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(result.returns[batch.mask], slow_reinforce(groups, gamma), rtol=1e-5, atol=1e-6)
+
+
+def test_gigpo_by_hand():
+    """Both members start in s; one comes back to it at once and is cut off there, the other earns 1."""
+
+    def turn(observation, reward, prompt):
+        action = np.array([9], np.int32)
+        prompt_ids = np.array(prompt, np.int32)
+        return Turn(
+            prompt_ids,
+            action,
+            np.zeros(1, np.float32),
+            ((0, 1),),
+            reward=reward,
+            observation=observation,
+            actions=("go",),
+        )
+
+    back = Trajectory(0, 0, "test", 0, 0, [turn("s", 0.0, [1, 2, 7]), turn("s", 0.0, [2, 7])])
+    back.outcome, back.final_ids = "truncated", np.array([2, 7], np.int32)
+    good = Trajectory(0, 1, "test", 0, 0, [turn("s", 1.0, [1, 2, 7])])
+    batch = flatten([Group(0, 0, 0, [back, good])])
+    advantages = estimate(batch, values_for(batch, 0, 0), configured(advantage="gigpo")).advantages[batch.mask]
+    # Returns 0 and 1: mean 1/2, std 1/sqrt(2). In s, three turns with returns 0, 0 and 1: mean 1/3, std 1/sqrt(3).
+    episode, step = 0.5**0.5, 1 / 3**0.5
+    np.testing.assert_allclose(advantages, [-episode - step, -episode - step, episode + 2 * step], rtol=1e-5)
+
+
+BY_GROUP = ["reinforce", "grpo", "gigpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+@MANY
+@given(seed=SEEDS, gamma=DISCOUNTS, scale=st.sampled_from([0.0, 1.0]))
+def test_a_group_carries_signal_exactly_if_one_of_its_advantages_is_not_zero(name, seed, gamma, scale):
+    groups, _ = wander(seed)
+    config = configured(advantage=name, gamma=gamma)
+    for group in groups:
+        for turn in (turn for trajectory in group.members for turn in trajectory.turns):
+            turn.reward *= scale
+        batch = flatten([group])
+        advantages = estimate(batch, values_for(batch, seed, 0), config).advantages
+        assert carries_signal(group.members, config) == bool(np.abs(advantages).max() > 1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - BY_GROUP))
+def test_what_is_compared_with_the_whole_batch_always_carries_signal(name):
+    (group, *_), _ = wander(0)
+    for turn in (turn for trajectory in group.members for turn in trajectory.turns):
+        turn.reward = 0.0
+    assert carries_signal(group.members, configured(advantage=name))
 
 
 @FEW
@@ -216,8 +312,7 @@ def test_garbage_where_masked_changes_nothing(make_groups, name, seed, garbage):
         batch,
         rewards=np.where(batch.mask, batch.rewards, garbage).astype(np.float32),
         logprobs=np.where(batch.mask, batch.logprobs, garbage).astype(np.float32),
-        # To GiGPO an observation is the name of a state; to the others no token is anything.
-        tokens=batch.tokens if name == "gigpo" else np.where(batch.mask, batch.tokens, 49).astype(np.int32),
+        tokens=np.where(batch.mask, batch.tokens, 49).astype(np.int32),
     )
     dirty = estimate(dirty_batch, np.where(used, values, garbage).astype(np.float32), config)
     for expected, actual in zip(clean, dirty, strict=True):
@@ -237,19 +332,7 @@ def test_equal_returns_give_exactly_zero(make_groups, name, seed, reward):
                 turn.reward = 0.0
             trajectory.turns[-1].reward = reward
     batch = flatten(groups)
-    assert zero_signal_groups(batch).tolist() == sorted(group.group_id for group in groups)
     assert not estimate(batch, values_for(batch, seed, 0), configured(advantage=name)).advantages.any()
-
-
-def test_only_groups_without_spread_are_zero_signal():
-    def member(group_id, index, reward):
-        ids = np.array([1], np.int32)
-        turn = Turn(ids, ids, np.zeros(1, np.float32), ((0, 1),), reward=reward)
-        return Trajectory(group_id, index, "test", 0, 0, [turn])
-
-    rewards = {4: [1.0, 1.0], 5: [1.0, 0.9], 6: [0.3]}
-    groups = [Group(g, 0, 0, [member(g, i, r) for i, r in enumerate(of)]) for g, of in rewards.items()]
-    assert zero_signal_groups(flatten(groups)).tolist() == [4, 6]
 
 
 def test_gae_by_hand():

@@ -40,6 +40,7 @@ def test_every_column_of_a_small_batch():
     assert batch.rewards.tolist() == [0, 0, 0, 0.5, 0, -1, 0, 0, 0, 0]
     assert batch.turn_ids.tolist() == [0, 0, 0, 0, 1, 1, 2, 0, 0, 0]
     assert batch.versions.tolist() == [-1, -1, 7, 7, -1, 7, -1, -1, 7, 7]
+    assert batch.states.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
     assert batch.group_ids.tolist() == [3, 3]
     assert batch.members.tolist() == [1, 1]
     assert batch.truncated.tolist() == [True, False]
@@ -47,6 +48,20 @@ def test_every_column_of_a_small_batch():
     assert batch.action_counts.tolist() == [3, 2]
     dtypes = [column.dtype for column in (batch.tokens, batch.logprobs, batch.rewards, batch.turn_ids, batch.versions)]
     assert dtypes == [np.int32, np.float32, np.float32, np.int32, np.int32]
+
+
+def test_a_state_is_what_the_environment_said_last():
+    """An answer without a valid format does not move the environment: what is shown then is no state of its own."""
+    shown = ["a", "b", "No valid format.\nb", "No valid format.\nb", "a", "c"]
+    turns = [turn([1], [2]) for _ in shown]
+    for one, text, moved in zip(turns, shown, (True, False, False, True, True, True), strict=True):
+        one.observation, one.actions = text, ("go",) if moved else ()
+    trajectory = episode(*turns, outcome="truncated", final_ids=np.array([1], np.int32))
+    assert trajectory.states == ["a", "b", "b", "b", "a", "c"]
+    other = turn([1], [2])
+    other.observation = "c"
+    batch = flatten([Group(3, 0, 0, [trajectory]), Group(4, 0, 0, [episode(other)])])
+    assert batch.states.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 2, 2, -1, 2, 2]
 
 
 @FEW

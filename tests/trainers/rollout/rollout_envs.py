@@ -119,6 +119,22 @@ class Plain(Puppet):
         return f"count {self.count}", *rest
 
 
+class Detour(TextEnv):
+    """Start, or a detour that comes back to it; every episode earns 1 when it leaves by ``Go``, however late."""
+
+    instructions = "Say Go or Stay."
+    max_turns = 6
+    actions_per_turn = 1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "at the start", {"success": False}
+
+    def step(self, action: str) -> Any:
+        gone = action == "Go"
+        return "gone" if gone else "at the start", float(gone), gone, False, {"success": gone, "action_valid": True}
+
+
 class Unsteady(Puppet):
     """Does not play the same twice."""
 

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_doubles import ScriptedEngine
+from rollout_envs import Detour
 from rollout_harness import GO, Harness, configure, renderer
 
+from agentkit import registry
 from agentkit.errors import ConfigError, EngineError, EnvFailureBudgetExceeded
 from agentkit.trainers.rollout.evaluation import evaluate
 from agentkit.trainers.rollout.parser import ActionParser
@@ -234,6 +236,25 @@ async def test_groups_without_signal_are_replaced_up_to_the_budget(deterministic
     assert [len(batch) for batch in batches] == [2, 2]
     if deterministic:
         assert [group.group_id for group in batches[0]] == [4, 5]
+
+
+@pytest.mark.parametrize(("advantage", "kept"), [("grpo", False), ("gigpo", True)])
+async def test_the_advantage_decides_which_groups_are_replaced(advantage: str, kept: bool) -> None:
+    """Everyone earns 1, some later than others: nothing to a group baseline, and a lot to GiGPO."""
+    registry.register("Detour-v0", Detour)
+    config = configure(
+        settings={"id": "Detour-v0", "format_penalty": 0.0},
+        rollout={"dynamic_sampling": True, "max_refills": 1.0, "group_size": 8},
+        algorithm={"advantage": advantage, "gamma": 0.9},
+    )
+    stay = "<answer>Stay</answer>"
+    harness = Harness(config, lambda text, seed: (stay, "what?", GO)[seed % 3] if text.count("start") < 5 else GO)
+    ((first, second),) = await harness.run(1)
+    harness.check_book()
+    assert {member.reward for group in (first, second) for member in group.members} == {1.0}
+    assert len({len(member.turns) for member in first.members}) > 1
+    assert (harness.endings["dropped", "zero_signal"] == 0) == kept
+    assert harness.loop.metrics()["rollout/zero_signal_share"] == (0.0 if kept else 1.0)
 
 
 def snapshot(batches: list[list[Group]]) -> list[Any]:
