@@ -188,6 +188,23 @@ DATASETS: dict[str, DataSet] = {
             ),
             **_WEBSHOP,
         ),
+        DataSet(
+            name="boxoban-test",
+            title="Boxoban: 1,000 unfiltered test levels for Sokoban",
+            licence="Apache-2.0",
+            homepage="https://github.com/google-deepmind/boxoban-levels",
+            size="about 120 kB",
+            forms=(("000.txt",), ("unfiltered-test-000.txt",)),
+            counts={"levels": 1_000},
+            counter="agentkit.envs.sokoban.level:count",
+            splits={"test": "all of it"},
+            files=(
+                Remote(
+                    "https://raw.githubusercontent.com/google-deepmind/boxoban-levels/master/unfiltered/test/000.txt",
+                    "000.txt",
+                ),
+            ),
+        ),
         _swebench("swebench-lite-dev", "SWE-bench Lite: development", "SWE-bench_Lite", "dev", 23, "about 150 kB"),
         _swebench("swebench-lite", "SWE-bench Lite", "SWE-bench_Lite", "test", 300, "about 2 MB"),
         _swebench("swebench-verified", "SWE-bench Verified", "SWE-bench_Verified", "test", 500, "about 3 MB"),

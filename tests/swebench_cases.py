@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from official import official
 from requiring import require
 
 from agentkit.envs.swebench.instance import Instance
@@ -14,14 +15,13 @@ from agentkit.envs.swebench.releases.shipped import SHIPPED
 from agentkit.errors import EngineUnavailable
 from agentkit.sandboxes import images
 
-LITE_DEV = Path(__file__).parents[2] / "shared" / "data" / "swebench" / "lite_dev.parquet"
 REMEDY = "pip install 'agentkit-rl[swe]'"
 DOCKER = "run `PYTHON=.venv/bin/python .ci/docker`: it starts an engine and makes the images that tasks are built on"
 
 
 def lite_dev() -> Path:
-    require(LITE_DEV.is_file(), f"put SWE-bench Lite's development set at {LITE_DEV}")
-    return LITE_DEV
+    """The official file of SWE-bench Lite's development set."""
+    return next(official("swebench-lite-dev").glob("*dev.parquet"))
 
 
 def row(**columns: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from official import official
 from sokoban_reference import Reference
 
 import agentkit
@@ -16,8 +17,6 @@ from agentkit.envs.sokoban.env import ACTIONS, VOCABULARIES
 from agentkit.envs.sokoban.game import Sokoban as Game
 from agentkit.envs.sokoban.generator import generate, split_of
 from agentkit.envs.sokoban.solver import Board, OutOfBudget, solve
-
-BOXOBAN = Path(__file__).parents[3] / "shared" / "data" / "boxoban" / "unfiltered-test-000.txt"
 
 SMALL = """
 #######
@@ -52,9 +51,13 @@ def random_levels(draw, rows=5, columns=6, boxes=2):
     return "\n".join("".join(row) for row in grid)
 
 
+def boxoban() -> Path:
+    """Boxoban's first file of unfiltered test levels."""
+    return next(official("boxoban-test").glob("*000.txt"))
+
+
 def boxoban_levels(count):
-    assert BOXOBAN.is_file(), f"{BOXOBAN.name} is missing: level files belong into ../shared/data beside the project"
-    return list(level.blocks(BOXOBAN.read_text()))[:count]
+    return list(level.blocks(boxoban().read_text()))[:count]
 
 
 @settings(deadline=None)
@@ -278,7 +281,7 @@ def test_a_lost_position_has_no_plan():
 
 
 def test_levels_of_a_file_are_drawn_by_seed_and_part(tmp_path):
-    env = agentkit.make("Sokoban-v0", levels=str(BOXOBAN), split="test")
+    env = agentkit.make("Sokoban-v0", levels=str(boxoban()), split="test")
     layouts = []
     for seed in range(10):
         observation, _ = env.reset(seed=seed)

@@ -19,6 +19,7 @@ import webshop_reference as reference
 from gymnasium.error import ResetNeeded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from official import official
 from requiring import require
 from thefuzz import fuzz
 
@@ -55,8 +56,7 @@ def own():
 @pytest.fixture(scope="module")
 def small():
     require("bm25s", "pip install 'agentkit-rl[webshop]'")
-    assert reference.SMALL.is_dir(), "the official small set belongs into ../shared/data/webshop beside the project"
-    return open_catalogue(str(reference.SMALL))
+    return open_catalogue(str(official("webshop-small")))
 
 
 def make(**arguments):
@@ -147,7 +147,7 @@ def test_noun_extractors_can_be_exchanged():
 
 
 def test_the_official_small_set_has_its_official_counts(small):
-    assert count(reference.SMALL) == {"products": 1_000, "goals": 6_910}
+    assert count(official("webshop-small")) == {"products": 1_000, "goals": 6_910}
     assert (len(small), small.goals) == (1_000, 6_910)
     # As recorded by others who ran the official code on this set.
     assert small.goal(0).instruction.startswith(
@@ -160,7 +160,7 @@ def test_the_official_small_set_has_its_official_counts(small):
 
 def test_goals_and_prices_are_those_of_the_official_order_of_draws(small):
     """The official loader and goal builder, retold with the global generator that they use."""
-    shop = list(products.read(reference.SMALL))
+    shop = list(products.read(official("webshop-small")))
     state = random.getstate()
     try:
         random.seed(7)
@@ -180,7 +180,7 @@ def test_goals_and_prices_are_those_of_the_official_order_of_draws(small):
         random.shuffle(told)
     finally:
         random.setstate(state)
-    catalogue = open_catalogue(str(reference.SMALL), seed=7)
+    catalogue = open_catalogue(str(official("webshop-small")), seed=7)
     assert [catalogue.price(i) for i in range(1_000)] == prices
     for number in range(0, 6_910, 7):
         goal = catalogue.goal(number)
@@ -192,9 +192,9 @@ def test_goals_and_prices_are_those_of_the_official_order_of_draws(small):
 
 
 def test_what_people_wrote(small):
-    people = open_catalogue(str(reference.SMALL), human=True)
+    people = open_catalogue(str(official("webshop-small")), human=True)
     assert people.goals == sum(
-        len(one["instruction_attributes"]) > 0 for p in products.read(reference.SMALL) for one in p.human
+        len(one["instruction_attributes"]) > 0 for p in products.read(official("webshop-small")) for one in p.human
     )
     goal = people.goal(0)
     assert all(isinstance(option, str) for option in goal.options)
@@ -419,7 +419,7 @@ def test_special_searches(own):
 
 
 def test_pages_read_as_recorded_from_the_official_environment(small):
-    env = make(data=str(reference.SMALL))
+    env = make(data=str(official("webshop-small")))
     observation, info = env.reset(seed=0, options={"goal": 0})
     text = small.goal(0).instruction
     assert observation == f"WebShop [SEP] Instruction: [SEP] {text} [SEP] Search"
@@ -493,7 +493,7 @@ class Visible(HTMLParser):
 
 def test_html_says_what_the_text_says_and_offers_what_can_be_clicked(small):
     rng = np.random.default_rng(0)
-    env = make(data=str(reference.SMALL), show_attributes=True)
+    env = make(data=str(official("webshop-small")), show_attributes=True)
     seen = set()
     for seed in range(60):
         observation, info = env.reset(seed=seed)
@@ -622,7 +622,7 @@ def test_the_expert_solves_our_own_goals(own):
 
 def expert_share(small, step):
     """Expert's successes, by the weights with which episodes are drawn; what it misses cannot be had."""
-    env = make(data=str(reference.SMALL))
+    env = make(data=str(official("webshop-small")))
     won = all_weight = 0.0
     for number in range(0, small.goals, step):
         success, info = play(env, number)
@@ -698,7 +698,7 @@ def test_a_folder_may_be_in_ones_home(tmp_path, monkeypatch):
 
 
 def test_the_official_set_can_be_taken_from_a_folder(small):
-    folder = data.fetch("webshop-small", reference.SMALL)
+    folder = data.fetch("webshop-small", official("webshop-small"))
     assert data.verify("webshop-small") == []
     assert make(data="webshop-small").catalogue.goals == 6_910
     assert folder.parent == data.root()
@@ -734,7 +734,11 @@ print(json.dumps({**found, "search": sorted(times["search"])[len(times["search"]
 @pytest.mark.slow
 def test_a_thousand_instances_share_one_small_catalogue(small):
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(reference.SMALL)], capture_output=True, text=True, timeout=110, check=True
+        [sys.executable, "-c", MEASURE, str(official("webshop-small"))],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
     )
     found = json.loads(done.stdout.split("\n")[-2])
     print(found)
@@ -748,5 +752,5 @@ def test_a_thousand_instances_share_one_small_catalogue(small):
 def test_building_everything_anew_takes_little(small, tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     began = time.process_time()
-    open_catalogue(str(reference.SMALL), seed=99)
+    open_catalogue(str(official("webshop-small")), seed=99)
     assert time.process_time() - began < 2.0

@@ -1,14 +1,11 @@
-"""WebShop's reward, computed anew from its published formulas, as slowly and plainly as can be; and where data lies."""
+"""WebShop's reward, computed anew from its published formulas, as slowly and plainly as can be."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from thefuzz import fuzz
 
-SMALL = Path(__file__).parents[3] / "shared" / "data" / "webshop"
-"""The official 1,000 products."""
 COLOURS = [
     *("alabaster", "apricot", "aqua", "ash", "asphalt", "azure", "banana", "beige", "black", "blue", "blush"),
     *("bordeaux", "bronze", "brown", "burgundy", "camel", "camo", "caramel", "champagne", "charcoal", "cheetah"),
