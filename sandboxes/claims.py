@@ -7,8 +7,10 @@ its owner (``Backend.recipe`` is None), none are needed and no file, process or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
+from agentkit.errors import LeaseExpired
 from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
@@ -57,6 +59,14 @@ class Claim:
             from agentkit.sandboxes import records
 
             await finished(asyncio.to_thread(records.extend, self._id, ttl))
+
+    async def abandon(self) -> None:
+        """Its owner could not remove it: its time ends now, so that the reaper tries until nothing of it is left."""
+        if self._needed:
+            from agentkit.sandboxes import records
+
+            with contextlib.suppress(LeaseExpired, OSError):
+                await finished(asyncio.to_thread(records.extend, self._id, 0.0))
 
     async def drop(self) -> None:
         """Nothing of the sandbox is left."""

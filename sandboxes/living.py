@@ -199,15 +199,14 @@ class Living:
 
     async def _give_up(self, cause: str) -> None:
         """Leave nothing of a sandbox that did not begin."""
-        was_made = self.state == "starting"
+        asked = self.state != "pending"
         self._lifecycle.to("failed", cause)
-        try:
-            if was_made:
-                await self.close()
-                return
-            await self._claim.drop()
-        except SandboxError as problem:
-            _log.warning("sandbox %s, which did not start, was not removed: %s", self.id, problem)
+        if asked:
+            # The state does not tell how far the back end came; removing what is not there is fine.
+            try:
+                await self.close(remove=True)
+            except SandboxError as problem:
+                _log.warning("sandbox %s, which did not start, was not removed: %s", self.id, problem)
         await self._release()
 
     async def _close(self, remove: bool) -> None:
@@ -221,7 +220,11 @@ class Living:
         if self._finding is not None:
             await asyncio.wait({self._finding})  # nobody can say how it ended once it is gone
         if remove:
-            await self._engine(self.backend.remove(self.id), "close")
+            try:
+                await self._engine(self.backend.remove(self.id), "close")
+            except SandboxError:
+                await self._claim.abandon()
+                raise
             await self._claim.drop()
             if self._discard_origin and self._origin is not None:
                 await self._engine(self.backend.discard(self._origin), "close")

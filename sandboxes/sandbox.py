@@ -55,7 +55,8 @@ class Sandbox(Living):
         ``snapshot`` it begins with the files of that moment. A ``backend`` that is an instance must be started.
 
         Raises ``pydantic.ValidationError``, ``UnsupportedFeature``, ``ImageError``, ``StartTimeout``,
-        ``EngineUnavailable``. Nothing is left of a sandbox that did not become ready.
+        ``EngineUnavailable``, and ``SandboxLost`` if it died while it started. Nothing is left of a sandbox that did
+        not become ready; what the engine refuses to remove, the reaper removes.
         """
         resolved = _resolve(spec, fields)
         if snapshot is not None:

@@ -194,9 +194,12 @@ def _judge(observed: Observed) -> Verdict:
 
 
 def _left_over(record: records.Record, backend: Backend, seen: Iterable[str]) -> bool:
-    """Whether a record is all, or nearly all, that is left of a sandbox: its owner was killed while it made it."""
+    """Whether a record is all, or nearly all, that is left of a sandbox: its owner was killed while it made it, or
+    could not remove it."""
     if record.backend != backend.name or record.id in seen:
         return False
+    if record.due:
+        return True
     owner = Owner.parse(record.owner)
     return owner is not None and has_ended(owner.alive(), leases.state(paths.lease_path(record.run)))
 
