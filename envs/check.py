@@ -26,13 +26,18 @@ from gymnasium.utils.env_checker import check_env
 
 from agentkit import registry
 from agentkit.envs.adapters import Blocking
-from agentkit.envs.base import TextEnv
+from agentkit.envs.base import TextEnv, expert_actions
 from agentkit.envs.spaces import Text
+from agentkit.text import printable
 
 RANDOM_STEPS = 1_000
 RANDOM_SHARE = 0.5
 """Share of a check's time after which the random agent of a slow environment ends, having taken fewer steps."""
 EXPERT_EPISODES = 8
+_SHOWN_STEPS = 20
+"""Steps at the end of a transcript that are shown; of a longer one the middle is left out."""
+_SHOWN_TEXT = 1_000
+"""Most characters of one step that a transcript shows."""
 _NASTY = (
     "",
     " ",
@@ -55,10 +60,42 @@ class CheckResult:
     name: str
     passed: bool
     detail: str = ""
+    transcript: str = ""
+    """The episode in which it failed, as far as it was played; empty where none was."""
 
 
 class Failure(Exception):
-    """A check failed; the text says how."""
+    """A check failed; the text says how, ``transcript`` in which episode."""
+
+    def __init__(self, text: str, transcript: str = "") -> None:
+        super().__init__(text)
+        self.transcript = transcript
+
+
+class Transcript:
+    """An episode as text: where it began, and each step. Control characters are shown as escapes."""
+
+    def __init__(self, seed: int, observation: str) -> None:
+        self.steps = 0
+        self._parts = [f"seed {seed}\n{observation}"]
+
+    def add(self, action: str, result: Any) -> None:
+        """A step and what the environment returned, which may be anything."""
+        self.steps += 1
+        try:
+            observation, reward, terminated, truncated, info = result
+            remark = "" if info.get("action_valid", True) else "  (no such action)"
+            outcome = f"reward {reward}{', terminated' * bool(terminated)}{', truncated' * bool(truncated)}"
+            self._parts.append(f"{self.steps}. {action}{remark}  {outcome}\n{observation}")
+        except (TypeError, ValueError, AttributeError):
+            self._parts.append(f"{self.steps}. {action}\n{result!r}")
+
+    def __str__(self) -> str:
+        shown = self._parts
+        if len(shown) > _SHOWN_STEPS + 1:
+            left_out = f"… {len(shown) - 1 - _SHOWN_STEPS} steps"
+            shown = [shown[0], left_out, *shown[-_SHOWN_STEPS:]]
+        return printable("\n".join(part if len(part) <= _SHOWN_TEXT else f"{part[:_SHOWN_TEXT]}…" for part in shown))
 
 
 @dataclass(frozen=True)
@@ -101,7 +138,7 @@ def _bounded(name: str, function: Callable[[Subject], str], subject: Subject, ti
         try:
             results.append(CheckResult(name, True, function(subject)))
         except Failure as failure:
-            results.append(CheckResult(name, False, str(failure)))
+            results.append(CheckResult(name, False, str(failure), failure.transcript))
         except BaseException as problem:  # the environment may raise anything, SystemExit too
             results.append(CheckResult(name, False, f"{type(problem).__name__}: {problem}"))
 
@@ -181,21 +218,30 @@ def _random_agent(subject: Subject) -> str:
     env, rng = subject.make(), np.random.default_rng(0)
     env.action_space.seed(0)
     total = episodes = successes = 0
-    done, steps, info = True, 0, {}
+    done, info = True, {}
+    transcript = Transcript(0, "")
     limit = subject.max_steps
     end = time.monotonic() + RANDOM_SHARE * subject.timeout
     for _ in range(RANDOM_STEPS):
-        if done or steps >= limit:
-            info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)[4]
-            episodes, steps = episodes + 1, 0
+        if done or transcript.steps >= limit:
+            observation, *_, info = _examine(env, f"reset(seed={episodes})", env.reset(seed=episodes), False)
+            transcript = Transcript(episodes, observation)
+            episodes += 1
         action = _actions(env, info, rng)
-        when = f"seed {episodes - 1}, step {steps + 1}, action {action!r:.60}"
+        when = f"seed {episodes - 1}, step {transcript.steps + 1}, action {action!r:.60}"
         try:
             result = env.step(action)
         except Exception as problem:
-            raise Failure(f"{when}: step raised {type(problem).__name__}: {problem}") from problem
-        _, _, terminated, truncated, info = _examine(env, when, result, True)
-        done, steps, successes = terminated or truncated, steps + 1, successes + info["success"]
+            said = f"{type(problem).__name__}: {problem}"
+            transcript.add(action, said)
+            raise Failure(f"{when}: step raised {said}", str(transcript)) from problem
+        transcript.add(action, result)
+        try:
+            _, _, terminated, truncated, info = _examine(env, when, result, True)
+        except Failure as failure:
+            failure.transcript = str(transcript)
+            raise
+        done, successes = terminated or truncated, successes + info["success"]
         total += 1
         if time.monotonic() > end:
             break
@@ -287,36 +333,52 @@ def _expert(subject: Subject) -> str:
     """The expert solves the task: always, or, where chance rules, more often than a random agent."""
     if not subject.cls.has_expert():
         return "there is none: no imitation, no upper bound"
-    solved = [_play(subject, seed, expert=True) for seed in range(EXPERT_EPISODES)]
-    share = sum(success for success, _ in solved) / EXPERT_EPISODES
-    if share == 1.0:
+    played = [_play(subject, seed, expert=True) for seed in range(EXPERT_EPISODES)]
+    failed = [episode for episode in played if not episode.success]
+    if not failed:
         return f"solved {EXPERT_EPISODES} of {EXPERT_EPISODES} episodes"
-    seeds = [seed for seed, (success, _) in enumerate(solved) if not success]
-    if not any(chance for _, chance in solved):
-        raise Failure(f"the expert does not solve seeds {seeds} within {subject.max_steps} steps")
-    baseline = [_play(subject, seed, expert=False)[0] for seed in range(EXPERT_EPISODES)]
-    if sum(baseline) >= EXPERT_EPISODES * share:
-        raise Failure(f"the expert solves {share:.0%} of the episodes, no more than a random agent")
-    return f"solved {share:.0%}; a random agent {sum(baseline) / EXPERT_EPISODES:.0%} (steps depend on chance)"
+    transcript = str(failed[0].transcript)
+    share = 1 - len(failed) / EXPERT_EPISODES
+    if not any(episode.chance for episode in played):
+        seeds = [episode.seed for episode in failed]
+        raise Failure(f"the expert does not solve seeds {seeds} within {subject.max_steps} steps", transcript)
+    baseline = sum(_play(subject, seed, expert=False).success for seed in range(EXPERT_EPISODES)) / EXPERT_EPISODES
+    if baseline >= share:
+        raise Failure(f"the expert solves {share:.0%} of the episodes, no more than a random agent", transcript)
+    return f"solved {share:.0%}; a random agent {baseline:.0%} (steps depend on chance)"
 
 
-def _play(subject: Subject, seed: int, *, expert: bool) -> tuple[bool, bool]:
-    """Play one episode; returns whether it was solved, and whether stepping drew random numbers."""
+@dataclass(frozen=True)
+class _Episode:
+    seed: int
+    success: bool
+    """At the end, as imitation records it."""
+    chance: bool
+    """Stepping drew random numbers."""
+    transcript: Transcript
+
+
+def _play(subject: Subject, seed: int, *, expert: bool) -> _Episode:
+    """Play one episode; the expert's plan is followed to its end before the expert is asked again, as in imitation."""
     env, rng = subject.make(), np.random.default_rng(seed)
-    _, info = env.reset(seed=seed)
-    state = str(env.np_random.bit_generator.state)
-    done = success = False
-    for _ in range(subject.max_steps):
-        action = next(env.expert(), None) if expert else _actions(env, info, rng)
-        if done or action is None:
-            break
-        _, _, terminated, truncated, info = env.step(action)
-        done, success = terminated or truncated, success or info["success"]
-        if done:
-            break
-    chance = str(env.np_random.bit_generator.state) != state
-    env.close()
-    return success, chance
+    try:
+        observation, info = env.reset(seed=seed)
+        transcript = Transcript(seed, observation)
+        state = str(env.np_random.bit_generator.state)
+        plan = expert_actions(env) if expert else None
+        while transcript.steps < subject.max_steps:
+            action = next(plan, None) if plan is not None else _actions(env, info, rng)
+            if action is None:
+                break
+            result = env.step(action)
+            transcript.add(action, result)
+            _, _, terminated, truncated, info = result
+            if terminated or truncated:
+                break
+        chance = str(env.np_random.bit_generator.state) != state
+        return _Episode(seed, bool(info["success"]), chance, transcript)
+    finally:
+        env.close()
 
 
 def _close(subject: Subject) -> str:

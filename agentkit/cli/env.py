@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,8 @@ def check(
     for result in results:
         mark = typer.style("ok  ", fg=typer.colors.GREEN) if result.passed else typer.style("FAIL", fg=typer.colors.RED)
         typer.echo(f"{mark}  {result.name}{f': {result.detail}' if result.detail else ''}")
+        if result.transcript:
+            typer.echo(textwrap.indent(result.transcript, "      "))
     failed = sum(not result.passed for result in results)
     typer.echo(f"{len(results) - failed} of {len(results)} checks passed")
     if failed:

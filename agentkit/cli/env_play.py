@@ -15,7 +15,7 @@ import typer
 
 from agentkit import registry
 from agentkit.envs.adapters import Blocking
-from agentkit.envs.base import TextEnv
+from agentkit.envs.base import TextEnv, expert_actions
 from agentkit.errors import ConfigError
 from agentkit.text import printable
 
@@ -31,7 +31,7 @@ def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episo
         raise ConfigError(f"{id} has no expert; play with --random or by hand")
     solved = 0
     try:
-        typer.echo(env.instructions + "\n")
+        typer.echo(type(made).instructions_for(**{**registry.entry(id).load().kwargs, **arguments}) + "\n")
         for episode in range(episodes):
             success = _episode(env, seed + episode, player, delay)
             if success is None:
@@ -69,7 +69,8 @@ def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | No
 
 def _chooser(env: TextEnv, player: Player, seed: int) -> Choose:
     if player == "expert":
-        return lambda info: next(env.expert(), None)
+        plan = expert_actions(env)
+        return lambda info: next(plan, None)
     if player == "human":
         return _ask
     rng = np.random.default_rng(seed)

@@ -16,6 +16,20 @@ from agentkit.envs.countdown.expression import Expression, ExpressionError, eval
 from agentkit.envs.countdown.game import Split, Task, draw, solve
 from agentkit.envs.spaces import Text
 
+_EXAMPLES = ("7", "7 - 3", "(7 - 3) * 5", "(7 - 3) * 5 + 2", "(7 - 3) * 5 + 2 - 6", "(7 - 3) * 5 + 2 - 6 / 2")
+"""An expression of one number, of two, …: as many as a task has."""
+_NUMBERS = 4
+
+
+def _rules(numbers: int) -> str:
+    """The rules for tasks of so many numbers; those of the default for a count that the constructor refuses."""
+    example = dict(enumerate(_EXAMPLES, 1)).get(numbers, _EXAMPLES[_NUMBERS - 1])
+    return (
+        "Combine the numbers into the target with + - * / and parentheses. "
+        "Use every number exactly once, and no other number.\n"
+        f"Action: the expression alone, such as {example}"
+    )
+
 
 class Countdown(TextEnv):
     """Reach a target from given numbers by arithmetic; reward 1 for a correct expression, else 0.
@@ -32,11 +46,7 @@ class Countdown(TextEnv):
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
-    instructions = (
-        "Combine the numbers into the target with + - * / and parentheses. "
-        "Use every number exactly once, and no other number.\n"
-        "Action: the expression alone, such as (7 - 3) * 5 + 2"
-    )
+    instructions = _rules(_NUMBERS)
     max_turns = 1
     actions_per_turn = 1
     concurrency = "inline"
@@ -45,14 +55,14 @@ class Countdown(TextEnv):
     def __init__(
         self,
         *,
-        numbers: int = 4,
+        numbers: int = _NUMBERS,
         max_number: int = 25,
         max_target: int = 100,
         split: Split | None = None,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        if not 1 <= numbers <= 6:
+        if not 1 <= numbers <= len(_EXAMPLES):
             raise ValueError(f"numbers={numbers} must lie between 1 and 6 (the solver tries every combination)")
         if not 1 <= max_number <= 999_999:
             raise ValueError(f"max_number={max_number} must lie between 1 and 999999")
@@ -62,10 +72,15 @@ class Countdown(TextEnv):
             raise ValueError(f"split={split!r} must be 'train', 'test' or None")
         self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
         self.split: Split | None = split
-        self.action_space = Text(examples=("1 + 2 * 3", "(8 - 2) / 3"))
+        self.instructions = _rules(numbers)
+        self.action_space = Text(examples=(_EXAMPLES[numbers - 1],))
         self.task: Task | None = None
         self._text = ""
         self._done = True
+
+    @classmethod
+    def instructions_for(cls, **kwargs: Any) -> str:
+        return _rules(kwargs.get("numbers", _NUMBERS))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         super().reset(seed=seed)

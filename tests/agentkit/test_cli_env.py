@@ -5,7 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from agentkit import registry
 from agentkit.cli.env import app, arguments_of
+from agentkit.envs.base import TextEnv
 from agentkit.errors import ConfigError, RegistryError
 
 
@@ -45,6 +47,55 @@ def test_the_expert_plays_to_the_end():
     output = run("play", "FrozenLake-v1", "size=5", "--expert", "--episodes", "3").output
     assert output.count("\nsolved, return 1") == 3
     assert "solved 3 of 3" in output
+
+
+class Undecided(TextEnv):
+    """Two ways round; the expert names the other one each time that it is asked."""
+
+    instructions = "Go round."
+    max_turns = 4
+    concurrency = "inline"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.way, self.asked = [], 0
+        return "at the fork", {"success": False, "action_valid": True}
+
+    def step(self, action):
+        self.way.append(action)
+        success = self.way[-2:] in (["left", "left"], ["right", "right"])
+        return " ".join(self.way), float(success), success, False, {"success": success, "action_valid": True}
+
+    def expert(self):
+        self.asked += 1
+        yield from ["left", "left"] if self.asked % 2 else ["right", "right"]
+
+
+class Lost(Undecided):
+    def expert(self):
+        yield "back"
+
+
+def test_the_expert_follows_its_plan(monkeypatch):
+    monkeypatch.setattr(registry, "_explicit", {})
+    registry.register("Undecided-v0", Undecided)
+    output = run("play", "Undecided-v0", "--expert").output
+    assert "2. left  reward 1" in output
+    assert "solved, return 1" in output
+
+
+def test_a_failing_check_prints_the_episode(monkeypatch):
+    monkeypatch.setattr(registry, "_explicit", {})
+    registry.register("Lost-v0", Lost)
+    result = run("check", "Lost-v0", fails=True)
+    assert result.exit_code == 1
+    assert "FAIL  expert solves it: the expert does not solve seeds" in result.output
+    assert "      seed 0\n      at the fork\n      1. back  reward 0.0\n" in result.output
+
+
+def test_play_tells_the_rules_of_the_arguments():
+    assert "such as 7 - 3\n" in run("play", "Countdown-v0", "numbers=2", "--expert").output
+    assert "slippery" in run("play", "FrozenLake-v1", "is_slippery=true", "--expert").output
 
 
 def test_a_random_agent_plays_within_the_turns():

@@ -100,6 +100,42 @@ class WrongExpert(Good):
         yield "tulip"
 
 
+class Line(TextEnv):
+    """Five cells in a row; both ends are goals.
+
+    The expert's plans lead to the left and to the right in turn. Asked before every step, it walks to and fro; a plan
+    that is followed arrives.
+    """
+
+    instructions = "Reach an end."
+    max_turns = 6
+    concurrency = "inline"
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.cell, self.asked = 2, 0
+        return "cell 2", {"success": False, "action_valid": True, "admissible_actions": ["left", "right"]}
+
+    def step(self, action: str) -> Any:
+        self.cell += {"left": -1, "right": 1}.get(action, 0)
+        success = self.cell in (0, 4)
+        info = {"success": success, "action_valid": action in ("left", "right")}
+        return f"cell {self.cell}", float(success), success, False, info
+
+    def expert(self):
+        self.asked += 1
+        action, steps = ("left", self.cell) if self.asked % 2 else ("right", 4 - self.cell)
+        yield from [action] * steps
+
+
+class StopsHalfWay(Line):
+    """Its plan is wrong after the first step, which only an expert asked before every step conceals."""
+
+    def expert(self):
+        yield "left"
+        yield from ["stay"] * 9
+
+
 class CannotCloseTwice(Good):
     closed = False
 
@@ -205,6 +241,38 @@ def test_each_fault_is_caught_and_explained(examine, cls, name, words):
     result = examine(cls, only=name)[name]
     assert not result.passed
     assert words in result.detail
+
+
+@pytest.mark.parametrize(("cls", "passes"), [(Line, True), (StopsHalfWay, False)])
+def test_an_experts_plan_is_followed_as_imitation_follows_it(examine, cls, passes):
+    assert examine(cls, only="expert solves it")["expert solves it"].passed == passes
+
+
+def test_a_failed_expert_check_shows_an_episode(examine):
+    transcript = examine(WrongExpert, only="expert solves it")["expert solves it"].transcript
+    assert transcript.startswith("seed 0\n")
+    assert "\n1. tulip  reward 0.0\n" in transcript
+    assert "\n3. tulip" in transcript
+    assert "4. " not in transcript  # three turns
+
+
+@pytest.mark.parametrize(("cls", "words"), [(NanReward, "reward nan"), (DiesOfNonsense, "KeyError")])
+def test_a_failed_random_agent_shows_the_step_that_failed(examine, cls, words):
+    transcript = examine(cls, only="survives a random agent")["survives a random agent"].transcript
+    assert transcript.startswith("seed ")
+    assert any(words in line for line in transcript.splitlines()[-2:])
+
+
+def test_transcripts_are_short_and_printable():
+    transcript = examination.Transcript(3, "start")
+    for number in range(50):
+        transcript.add("\x1b[31m", ("x" * 10_000, number, False, number == 49, {}))
+    text = str(transcript)
+    assert "\x1b" not in text
+    assert "… 30 steps" in text
+    assert "reward 29" not in text
+    assert "50. \\x1b[31m  reward 49, truncated" in text
+    assert len(text) < 25_000
 
 
 def test_a_hanging_environment_does_not_hang_the_checker(examine):

@@ -219,6 +219,19 @@ def test_every_task_is_solvable_and_the_expert_solves_it(kwargs):
         assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
 
 
+@pytest.mark.parametrize("numbers", range(1, 7))
+def test_the_example_of_the_rules_uses_as_many_numbers_as_a_task_has(numbers):
+    env = Countdown(numbers=numbers)
+    assert env.instructions == Countdown.instructions_for(numbers=numbers)
+    example = env.instructions.rpartition("such as ")[2]
+    assert len(evaluate(example).numbers) == numbers
+    assert [len(evaluate(text).numbers) for text in env.action_space.examples] == [numbers]
+
+
+def test_the_default_rules_are_those_of_the_default_task():
+    assert Countdown.instructions == Countdown.instructions_for() == Countdown().instructions
+
+
 def test_the_parts_share_no_task_in_any_order_of_numbers():
     def keys(split):
         tasks = [draw(2, 6, 12, np.random.default_rng(seed), split) for seed in range(400)]
