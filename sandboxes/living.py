@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentkit.errors import EngineUnavailable, InvalidTransition, LeaseExpired, SandboxError, SandboxLost, StartTimeout
@@ -38,7 +38,9 @@ ENGINE_TIMEOUT = 30.0
 """Seconds that removing, pausing and the like may take."""
 _READY_POLL = 0.05
 _FIND_OUT = 0.5
-"""Seconds that the engine gets to say why a connection ended."""
+"""Seconds after which a sandbox whose connection ended counts as running on, if the engine still says so."""
+_FIND_OUT_MOST = 5.0
+"""Seconds that the engine gets to say it."""
 _LOG_TAIL = 50
 _RETRY_MOST = 60.0
 
@@ -360,26 +362,52 @@ class Living:
             ) from None
 
     async def _explain(self, error: SandboxLost, finding: asyncio.Future[dict[str, Any]]) -> None:
-        if found := await asyncio.shield(finding):
+        found = await asyncio.shield(finding)
+        error.details.update(found)
+        if "reason" in found:
             self._loss = found["reason"]
-            error.details.update(found)
             error.args = (f"{error} (the engine: {self._loss})",)
+
+    async def why_lost(self) -> Mapping[str, Any]:
+        """What the engine recorded of the end of this sandbox, or of its silence. Takes at most 5 s.
+
+        Returns:
+            ``reason`` and ``exit_code`` as in ``SandboxLost``; ``external``: whether the host, the engine or a request
+            to it ended the sandbox. Empty if the engine knows nothing.
+        """
+        if self._finding is None:
+            self._finding = asyncio.ensure_future(self._find_out())
+        return await asyncio.shield(self._finding)
 
     async def _find_out(self) -> dict[str, Any]:
         """Why a connection ended: with its sandbox (which the engine learns a moment later), or alone, or unknown."""
-        with contextlib.suppress(SandboxError, asyncio.TimeoutError):
-            return await asyncio.wait_for(self._end_seen(), _FIND_OUT)
-        return {}
+        try:
+            return await asyncio.wait_for(self._end_seen(), _FIND_OUT_MOST)
+        except EngineUnavailable:
+            return {"external": True}
+        except (SandboxError, asyncio.TimeoutError):
+            return {}
 
     async def _end_seen(self) -> dict[str, Any]:
-        seen = await self.backend.inspect(self.id)
-        while seen.state in ("running", "paused"):
+        now = asyncio.get_running_loop().time
+        end = now() + _FIND_OUT
+        while (seen := await self.backend.inspect(self.id)).state == "running":
+            if now() >= end:
+                return {}
             await asyncio.sleep(_READY_POLL)
-            seen = await self.backend.inspect(self.id)
+        if seen.state == "paused":
+            return {"reason": "frozen", "external": True}
         if seen.state == "absent":
-            return {"reason": "removed"}
-        log = (await self.backend.logs(self.id, _LOG_TAIL)).decode("utf-8", "replace")
-        return {"reason": "oom" if seen.oom_killed else "exited", "exit_code": seen.exit_code, "log_tail": log}
+            return {"reason": "removed", "external": True}
+        log = b""
+        with contextlib.suppress(SandboxError):  # it may be on its way out
+            log = await self.backend.logs(self.id, _LOG_TAIL)
+        return {
+            "reason": "oom" if seen.oom_killed else "exited",
+            "exit_code": seen.exit_code,
+            "external": seen.external,
+            "log_tail": log.decode("utf-8", "replace"),
+        }
 
     async def _engine(self, work: Awaitable[T], what: str, limit: float = ENGINE_TIMEOUT) -> T:
         try:

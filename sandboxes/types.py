@@ -107,6 +107,8 @@ class Observed:
     oom_killed: bool = False
     created: float | None = None
     """Seconds since the epoch."""
+    external: bool = False
+    """It ended because somebody asked the engine to end it. Code in the sandbox cannot do that."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
 from agentkit.errors import SandboxError, SandboxLost, UnsupportedFeature
@@ -20,6 +23,8 @@ from agentkit.sandboxes.types import BackendEvent, Observed
 LOG_TAIL = 50
 """Lines of the main process's output that errors bring along."""
 _EVENTS_TIMEOUT = 30.0
+_STOP_PATIENCE = 30.0
+"""Seconds before the end of a container in which a request to end it is looked for: `docker stop` waits for 10."""
 _EXITED = re.compile(r"Exited \((\d+)\)")
 _STATES: dict[str, Any] = {"running": "running", "restarting": "running", "paused": "paused"}
 _EVENTS: dict[str, Any] = {"die": "died", "oom": "oom", "pause": "paused", "unpause": "resumed", "destroy": "removed"}
@@ -51,7 +56,22 @@ class Eyes:
 
     async def inspect(self, id: str) -> Observed:
         found = await self.find(id)
-        return Observed(id, "absent", {}) if found is None else observed(id, found)
+        if found is None:
+            return Observed(id, "absent", {})
+        seen = observed(id, found)
+        return replace(seen, external=await self._was_ended(id, found)) if seen.state == "exited" else seen
+
+    async def _was_ended(self, id: str, found: Mapping[str, Any]) -> bool:
+        """Whether the engine was asked to end this container: it records each request to kill or stop one."""
+        ended = _seconds(found["State"]["FinishedAt"])
+        since = max(_seconds(found["State"]["StartedAt"]), ended - _STOP_PATIENCE)
+        filters = {"container": [found["Id"]], "event": ["kill", "stop"]}
+        first: Any = f"{since:.9f}"  # as the engine takes it; the SDK's types know whole seconds alone
+        last: Any = f"{time.time():.9f}"
+        events = await self._engine.call(
+            f"events of {id}", lambda client: list(client.events(first, last, filters=filters, decode=True))
+        )
+        return bool(events)
 
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
         wanted = [f"{name}={value}" for name, value in {**labels, options.MANAGED: "1"}.items()]
@@ -128,6 +148,13 @@ def observed(id: str, found: Mapping[str, Any]) -> Observed:
         exit_code=None if running else state["ExitCode"],
         oom_killed=bool(state.get("OOMKilled")),
     )
+
+
+def _seconds(text: str) -> float:
+    """Seconds since the epoch of the engine's time, such as ``2026-01-31T12:00:00.123456789Z``."""
+    moment = datetime.strptime(text[:19], "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc)
+    fraction = re.match(r"\.\d+", text[19:])
+    return moment.timestamp() + (float(fraction[0]) if fraction else 0.0)
 
 
 def definition(id: str, found: Mapping[str, Any]) -> tuple[SandboxSpec, options.Transport]:
