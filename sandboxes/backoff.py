@@ -20,6 +20,8 @@ class Backoff:
     factor: float = 2.0
     cap: float = 30.0
     """Longest wait of all, in seconds."""
+    least: float = 0.0
+    """Share of the longest wait that is always waited."""
 
     def ceiling(self, failures: int) -> float:
         """The longest that ``delay`` can be after so many failures in a row."""
@@ -27,8 +29,9 @@ class Backoff:
         return min(self.cap, self.base * self.factor ** min(max(failures - 1, 0), 64))
 
     def delay(self, failures: int, rng: random.Random) -> float:
-        """Seconds to wait after ``failures`` failures in a row: anything from 0 to ``ceiling``."""
-        return rng.uniform(0.0, self.ceiling(failures))
+        """Seconds to wait after ``failures`` failures in a row: from ``least`` of ``ceiling`` to all of it."""
+        ceiling = self.ceiling(failures)
+        return rng.uniform(self.least * ceiling, ceiling)
 
 
 @dataclass
@@ -65,13 +68,18 @@ class Setbacks:
     def clear(self) -> None:
         """It has worked."""
         self.count = 0
+        self.last = float("-inf")
+        """When the last one that counts was noticed."""
         self.not_before = 0.0
         self.error: Exception | None = None
         """The last one."""
-        self.grave = False
-        """One of them spoke against what is made, not only against who makes it."""
 
-    def add(self, error: Exception, now: float, *, grave: bool) -> None:
-        self.error, self.grave = error, self.grave or grave
+    def add(self, error: Exception, now: float, *, began: float | None = None) -> None:
+        """Count a failure of work that began at ``began``. Work that began before the last failure was noticed says
+        nothing new: several that fail together count once."""
+        self.error = error
+        if began is not None and began <= self.last:
+            return
         self.count += 1
+        self.last = now
         self.not_before = now + self._backoff.delay(self.count, self._rng)

@@ -1,9 +1,10 @@
 """A circuit breaker: calls to an engine that keeps failing fail at once, until a few trial calls succeed.
 
-Invariant: while it is open nothing passes; while it is half open at most ``half_open`` calls are under way. A call that
-was let in before a change of state says nothing about the state after it, and a call that was cancelled says nothing at
-all. Slowness is judged against the median of the same operation, so that a slow kind of call never counts against a
-quick one; a lasting slowdown becomes the new normal once it fills half of the memory.
+Invariant: only the engine is judged; what becomes of the sandboxes that it made says nothing about it. While it is
+open nothing passes; while it is half open at most ``half_open`` calls are under way. A call that was let in before a
+change of state says nothing about the state after it, and a call that was cancelled says nothing at all. Slowness is
+judged against the median of the same operation, so that a slow kind of call never counts against a quick one; a lasting
+slowdown becomes the new normal once it fills half of the memory.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from agentkit.errors import AgentkitError, BreakerOpen
+from agentkit.errors import AgentkitError, BreakerOpen, SandboxLost, StartTimeout
 
 BreakerState = Literal["closed", "open", "half_open"]
 
 _MEMORY = 100
 """Durations of each operation from which its median is taken."""
+_ENGINE_PHASES = frozenset({"create", "start", "restart"})
+"""Phases of a start in which the engine works, not the sandbox."""
 
 
 def default_is_fault(error: BaseException) -> bool:
     """Whether an error speaks against the engine. What the caller asked wrongly (a missing image, an unsupported
-    feature) does not; nor does a cancellation."""
+    feature) does not, nor the end of a sandbox or of its own start-up commands, nor a cancellation."""
+    if isinstance(error, StartTimeout):
+        return error.details.get("phase") in _ENGINE_PHASES
+    if isinstance(error, SandboxLost):
+        return error.details.get("reason") == "engine_down"
     if isinstance(error, AgentkitError):
         return error.retryable
     return isinstance(error, Exception)
@@ -56,7 +63,7 @@ class Breaker:
         self.name = name
         self._min_calls, self._failure, self._half_open = min_calls, failure, half_open
         self._slow, self._slow_floor, self._open_for = slow, slow_floor, open
-        self._time, self._is_fault, self._on_change = time, is_fault, on_change
+        self._time, self.is_fault, self._on_change = time, is_fault, on_change
         self._outcomes: deque[bool] = deque(maxlen=window)
         self._durations: dict[str, deque[float]] = {}
         self._state: BreakerState = "closed"
@@ -119,7 +126,7 @@ class Breaker:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            if self._is_fault(error):
+            if self.is_fault(error):
                 verdict, why = False, f"{operation}: {type(error).__name__}: {error}"
             elif isinstance(error, Exception):
                 verdict = True  # the engine answered; what it was asked was wrong
@@ -131,7 +138,7 @@ class Breaker:
                     self._record(verdict, why)
 
     def trip(self, cause: str) -> None:
-        """Open now: someone else found out that going on is useless."""
+        """Open now, for ``cause``."""
         if self._state != "open":
             self.opened += 1
         self._opened_at = self._time()

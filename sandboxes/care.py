@@ -93,6 +93,11 @@ class Care:
             except CommandNotFound:
                 self._has_shell = False  # an image without any: pings must do
 
+    @property
+    def engine_resets(self) -> bool:
+        """Whether ``renew`` is the engine's work, not that of a function of the pool's user."""
+        return not callable(self._reset)
+
     async def renew(self, place: Place) -> None:
         """Make it as good as new between two uses. Raises whatever went wrong."""
         if callable(self._reset):

@@ -175,8 +175,9 @@ class SandboxPool:
     async def take(self, timeout: float | None = None) -> Lease:
         """The next healthy sandbox, in order of arrival; ``timeout`` in seconds, by default ``acquire_timeout``.
 
-        Raises ``PoolExhausted`` in time, ``BreakerOpen`` at once while the engine is down and nothing is left, what
-        made creation impossible (``ImageError``, ``UnsupportedFeature``), or ``PoolClosed``. An extra one raises
+        Raises ``PoolExhausted`` in time, and at once, with the cause, while all that is made dies; ``BreakerOpen`` at
+        once while the engine is down and nothing is left; what made creation impossible (``ImageError``,
+        ``UnsupportedFeature``), or ``PoolClosed``. An extra one raises
         whatever ``Sandbox.create`` raises.
         """
         stock = self._open_stock()
@@ -197,10 +198,6 @@ class SandboxPool:
                 stock.counters.hits += warm
                 return Lease(self, place)
             stock.counters.rejected += 1
-
-    def trip(self, cause: str) -> None:
-        """Open the breaker: whoever supervises sandboxes of this pool sees that new ones do not help."""
-        self._open_stock().breaker.trip(cause)
 
     async def filled(self) -> None:
         """Returns once ``min_idle`` sandboxes are ready. Raises ``PoolClosed``."""
@@ -313,8 +310,8 @@ class SandboxPool:
         stock, now = self._stock, self.stats()
         assert stock is not None
         stock.counters.exhausted += 1
-        error = stock.setbacks.error
-        cause = now.pressure or (f"the last creation failed: {error}" if error else "all are in use")
+        error = stock.refusals.error or stock.failures.error
+        cause = now.pressure or (f"the last sandbox failed: {error}" if error else "all are in use")
         return PoolExhausted(
             f"no sandbox became free in {stock.now() - began:.1f} s: {now.busy} in use, {now.creating} being made, "
             f"{now.waiting} in line, at most {self._settings.max_size}; {cause}. Raise max_size or acquire_timeout, "

@@ -9,6 +9,7 @@ that ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import random
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from agentkit.errors import AgentkitError, BreakerOpen, EngineUnavailable, SandboxLost
+from agentkit.errors import AgentkitError, BreakerOpen, PoolExhausted, SandboxLost
 from agentkit.sandboxes.aio import begin, ended
 from agentkit.sandboxes.backoff import Backoff, Setbacks
 from agentkit.sandboxes.breaker import Breaker
@@ -26,8 +27,13 @@ from agentkit.sandboxes.hedge import Hedge
 from agentkit.sandboxes.ledger import COUNTED, Counters, Ledger, Line, Place
 from agentkit.sandboxes.sandbox import Sandbox
 
+FAULTS = 3
+"""Creations in a row that the engine may refuse; at the next one the breaker opens."""
 CRASH_LOOP = 3
-"""Failed creations and early deaths in a row after which the breaker opens."""
+"""Rounds in a row in which sandboxes could not be made for another reason, or died at once, until callers get the
+cause at once instead of waiting."""
+RESTARTS = Backoff(factor=6.0, least=2 / 3)
+"""Between two such rounds: three quick ones, then two or three a minute."""
 PROVED_AFTER = 10.0
 """Seconds of life after which a sandbox proves that creation works."""
 SURPLUS_AFTER = 60.0
@@ -59,8 +65,12 @@ class Stock:
         self.ledger, self.line = Ledger(settings.max_size), Line()
         self.counters = Counters()
         self.pressure: str | None = None
-        self.setbacks = Setbacks(rng)
-        """Creations that failed, and sandboxes that died at once."""
+        self.refusals = Setbacks(rng)
+        """Creations that failed because of the engine."""
+        self.failures = Setbacks(rng, RESTARTS)
+        """Creations that failed for another reason, and sandboxes that died at once."""
+        self._died = False
+        """Among the failures is a death: only a sandbox that lives shows that it is over."""
         self.closed = False
         self.changed = asyncio.Event()
         """Set at every change; who waits for one clears it first."""
@@ -90,8 +100,11 @@ class Stock:
         if self.closed:
             return
         self._serve()
-        if len(self.line) and self.breaker.state == "open" and not self._hope():
-            self.line.turn_away(self.breaker.error)
+        if len(self.line) and not self._hope():
+            if self.breaker.state == "open":
+                self.line.turn_away(self.breaker.error)
+            elif self.failures.count > CRASH_LOOP and self.failures.not_before > self.now():
+                self.line.turn_away(self._crash_loop)
         self._trim()
         self._refill()
 
@@ -115,20 +128,32 @@ class Stock:
             self.ledger.move(place, "busy", self.now())
             self.line.serve(place)
 
+    def _crash_loop(self) -> PoolExhausted:
+        wait = max(0.0, self.failures.not_before - self.now())
+        return PoolExhausted(
+            f"no sandbox lives: {self.failures.count} times in a row they could not be made or died at once, the last: "
+            f"{self.failures.error}. The next is tried in {wait:.0f} s; look at the image, setup and ready",
+            busy=self.ledger.count("busy"),
+            waiting=len(self.line),
+            retry_after=wait,
+        )
+
     def _trim(self) -> None:
         """What is too old, or idle in vain, goes. Watched regularly: every ping ends in a decision."""
         now, surplus = self.now(), self.ledger.count("idle") - self.settings.min_idle
+        for place in self.ledger:
+            if place.state in ("idle", "busy") and now - place.born >= PROVED_AFTER:
+                self.prove(place)
         for place in self.ledger.idle():
             if now - place.born >= self.settings.max_age:
                 self.retire(place, "old")
             elif surplus > 0 and now - place.since >= SURPLUS_AFTER:
                 self.retire(place, "surplus")
                 surplus -= 1
-            elif now - place.born >= PROVED_AFTER:
-                self.prove(place)
 
     def _refill(self) -> None:
-        wait = max(self.setbacks.not_before - self.now(), self.breaker.retry_after)
+        not_before = max(self.refusals.not_before, self.failures.not_before)
+        wait = max(not_before - self.now(), self.breaker.retry_after)
         if wait > 0:
             self._dispatch_in(wait)
             return
@@ -143,8 +168,9 @@ class Stock:
         )
         if self.breaker.room is not None:
             number = min(number, self.breaker.room)
-        if self.setbacks.grave and self.setbacks.count > CRASH_LOOP:
-            # One at a time, until one has lived, is enough to see whether it is over.
+        if self.failures.count > 1:
+            # One at a time, until one has lived, is enough to see whether it is over. After the first round it is not
+            # known yet whether it was an accident, so that all are replaced at once.
             on_trial = any(place.state in _ON_TRIAL and not place.proved for place in self.ledger)
             number = min(number, 0 if on_trial else 1)
         if self.pressure is None:
@@ -174,10 +200,11 @@ class Stock:
         with self.breaker.call("create"):
             place.sandbox = await self._new()
         self.counters.created += 1
-        if not self.setbacks.grave:
-            self.setbacks.clear()  # the engine makes sandboxes again, and that was all that was wrong
+        self.refusals.clear()
         self.care.watch(place, self.lost)
         await self.care.prepare(place)
+        if not self._died:
+            self.failures.clear()
         if not place.extra:
             await self.care.rest(place)
         if place.ill:
@@ -198,7 +225,7 @@ class Stock:
         self._make(place, self._reset(place), "reset failed")
 
     async def _reset(self, place: Place) -> None:
-        with self.breaker.call("reset"):
+        with self.breaker.call("reset") if self.care.engine_resets else contextlib.nullcontext():
             await self.care.renew(place)
             await self.care.rest(place)
         if not (place.ill or self.care.unusable(place.box) or self.closed):
@@ -217,7 +244,7 @@ class Stock:
                     self.retire(place, place.ill or ("closed" if self.closed else otherwise))
             error = None if task.cancelled() else task.exception()
             if created and isinstance(error, Exception):
-                self._stumble(error)
+                self._stumble(error, place.born)
             self.wake()
 
         return begin(work, self._making, done)
@@ -275,35 +302,37 @@ class Stock:
 
     # Consequences.
 
-    def _stumble(self, error: Exception) -> None:
-        """A creation failed, or what it made died at once."""
+    def _stumble(self, error: Exception, began: float) -> None:
+        """A creation that began then has failed."""
         if isinstance(error, BreakerOpen):
             return
         self.counters.create_failures += 1
-        # An engine that is away says nothing about what it makes.
-        self.setbacks.add(error, self.now(), grave=not isinstance(error, EngineUnavailable))
-        lasting = isinstance(error, AgentkitError) and not error.retryable
-        if lasting and not self._hope():
+        if self.breaker.is_fault(error):
+            self.refusals.add(error, self.now())
+            if self.refusals.count > FAULTS and self.breaker.state != "open":
+                self.breaker.trip(f"{self.refusals.count} creations in a row failed, the last with: {error}")
+            return
+        self.failures.add(error, self.now(), began=began)
+        if isinstance(error, AgentkitError) and not error.retryable and not self._hope():
             self.line.turn_away(lambda: copy.copy(error))
-        elif not lasting and self.setbacks.count > CRASH_LOOP and self.breaker.state != "open":
-            number = self.setbacks.count
-            self.breaker.trip(f"{number} sandboxes in a row could not be made or died at once, the last: {error}")
 
     def prove(self, place: Place) -> None:
         """It has worked: creation does."""
         if not place.proved:
             place.proved = True
-            self.setbacks.clear()
+            self.failures.clear()
+            self._died = False
 
     def lost(self, place: Place, reason: str) -> None:
-        """Its sandbox is gone for certain."""
+        """Its sandbox can do no more work."""
         if place.state in ("idle", "checking", "degraded"):
             self.retire(place, reason)
-            if not place.proved and self.now() - place.born < PROVED_AFTER:
-                age = self.now() - place.born
-                self._stumble(
-                    SandboxLost(f"{place.box.id} died {age:.1f} s after it was made: {reason}", reason=reason)
-                )
+            age = self.now() - place.born
+            if not place.proved and age < PROVED_AFTER:
+                self.counters.create_failures += 1
+                error = SandboxLost(f"{place.box.id} died {age:.1f} s after it was made: {reason}", reason=reason)
+                self.failures.add(error, self.now(), began=place.born)
+                self._died = True
         else:
             place.fall_ill(reason)
 

@@ -3,7 +3,7 @@
 Invariant: a call in flight when its sandbox is lost raises ``SandboxLost`` and is never repeated; the next call meets
 the sandbox as recovery left it, with the effects of all calls that succeeded (``replay``, ``snapshot``), or none
 (``restart``), and never anything in between. More than ``intensity`` recoveries within ``period`` seconds are a crash
-loop: the sandbox has failed for good, with its cause, and the pool's breaker opens.
+loop: the sandbox has failed for good, with its cause.
 """
 
 from __future__ import annotations
@@ -246,7 +246,6 @@ class Supervised:
                 cause = (
                     f"{self._intensity.limit} recoveries in {self._intensity.window:g} s, the last for: {self._cause}"
                 )
-                self._pool.trip(cause)
                 raise SandboxLost(f"sandbox {self._lease.box.id} is in a crash loop: {cause}", reason="exited")
             if self._intensity.recent > 1:
                 await asyncio.sleep(self._backoff.delay(self._intensity.recent - 1, self._pool.rng))

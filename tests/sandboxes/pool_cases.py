@@ -308,14 +308,31 @@ async def case_22_crash_loop(seed: int) -> None:
         first = sum(call.op == "create" for call in world.backend.calls)
         await asyncio.sleep(120)
         later = sum(call.op == "create" for call in world.backend.calls) - first
-        assert first <= 14, first
-        assert later <= 4 * 2, later  # a few trials a minute, and no more
-        assert world.stock.breaker.opened >= 1
-        with contextlib.suppress(BreakerOpen, PoolExhausted):  # or one that is on trial at this moment
-            world.give(await world.take(timeout=0.2))
+        assert first <= 2 * 3 + 4, first  # two rounds of all, then one at a time
+        assert later <= 2 * 4, later
+        assert world.stock.breaker.opened == 0  # the engine is well
+        await until(lambda: world.stock.failures.not_before - world.now() > 5, 60.0)
+        start = world.now()
+        with pytest.raises(PoolExhausted, match=r"died at once, the last: ak-.* died .* after it was made: exited"):
+            await world.take()
+        assert world.now() == start
         crashing.cancel()
         await asyncio.wait({crashing})
         await until(lambda: len(idle_ids(world)) == 3, 120.0)
+
+
+@case
+async def all_that_is_warm_dies_at_once(seed: int) -> None:
+    async with World(seed, min_idle=4, max_size=8) as world:
+        for age in (world.rng.uniform(0, 9), world.rng.uniform(11, 30)):
+            await world.pool.filled()
+            await asyncio.sleep(age)
+            for id in idle_ids(world):
+                world.backend.die(id)
+            start = world.now()
+            world.give(await world.take(timeout=2))
+            await until(lambda: len(idle_ids(world)) == 4, 3.0 - (world.now() - start))
+            assert world.stock.breaker.opened == 0
 
 
 @case

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentkit.sandboxes.backoff import Backoff, Intensity, Setbacks
+from agentkit.sandboxes.stock import RESTARTS
 
 
 @given(st.integers(0, 10_000), st.integers())
@@ -50,8 +52,30 @@ def test_never_more_than_the_limit_in_any_window(gaps):
 def test_setbacks_add_up_until_something_works():
     setbacks = Setbacks(random.Random(0))
     for number in range(1, 6):
-        setbacks.add(OSError(f"{number}"), 100.0, grave=number == 2)
+        setbacks.add(OSError(f"{number}"), 100.0)
         assert 100 <= setbacks.not_before <= 100 + Backoff().ceiling(number)
-    assert (setbacks.count, setbacks.grave, str(setbacks.error)) == (5, True, "5")
+    assert (setbacks.count, str(setbacks.error)) == (5, "5")
     setbacks.clear()
-    assert (setbacks.count, setbacks.grave, setbacks.error, setbacks.not_before) == (0, False, None, 0.0)
+    assert (setbacks.count, setbacks.error, setbacks.not_before) == (0, None, 0.0)
+
+
+def test_setbacks_of_one_event_count_once():
+    setbacks = Setbacks(random.Random(0))
+    for began, count in [(0.0, 1), (1.0, 1), (99.0, 1), (100.0, 1), (100.1, 2), (100.2, 3)]:
+        setbacks.add(OSError(), 100.0 + count - 1, began=began)
+    assert setbacks.count == 2
+    setbacks.add(OSError(), 120.0, began=110.0)
+    assert (setbacks.count, setbacks.last) == (3, 120.0)
+
+
+def test_restarts_of_a_crash_loop_are_few():
+    """Three quick ones in half a minute, then two or three a minute."""
+    for seed in range(100):
+        setbacks, now, times = Setbacks(random.Random(seed), RESTARTS), 0.0, []
+        for _ in range(12):
+            setbacks.add(OSError(), now, began=now)
+            now = setbacks.not_before + 0.01
+            times.append(now)
+        assert times[1] < 4
+        assert times[2] < 25
+        assert all(19 < later - earlier < 31 for earlier, later in itertools.pairwise(times[3:]))

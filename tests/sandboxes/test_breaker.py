@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentkit.errors import BreakerOpen, EngineUnavailable, ImageError
+from agentkit.errors import BreakerOpen, EngineUnavailable, ImageError, SandboxLost, StartTimeout
 from agentkit.sandboxes.breaker import Breaker
 
 
@@ -55,6 +55,20 @@ def test_half_of_the_last_twenty_is_enough():
         fail(breaker)
     assert breaker.state == "closed"
     fail(breaker)
+    assert breaker.state == "open"
+
+
+def test_ends_of_sandboxes_do_not_speak_against_the_engine():
+    breaker, _ = make()
+    for _ in range(50):
+        fail(breaker, SandboxLost("it died", reason="exited"))
+        fail(breaker, StartTimeout("its setup failed", phase="setup", log_tail=""))
+    assert breaker.state == "closed"
+    for _ in range(10):
+        fail(breaker, StartTimeout("the engine did not start it", phase="start", log_tail=""))
+    for _ in range(10):
+        if breaker.state == "closed":
+            fail(breaker, SandboxLost("the engine is gone", reason="engine_down"))
     assert breaker.state == "open"
 
 

@@ -31,6 +31,7 @@ from agentkit.sandboxes.health import HealthPolicy
 from agentkit.sandboxes.pool import SandboxPool
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.stock import CRASH_LOOP
 from agentkit.sandboxes.supervisor import Supervisor
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -247,7 +248,7 @@ async def test_22_crash_loop_of_what_is_supervised(docker_backend, injector):
         assert "crash loop" in box.status.cause
         with pytest.raises(SandboxLost, match="crash loop"):
             await box.exec("true")
-        assert pool.stats().breaker == "open"
+        assert pool.stats().breaker == "closed"  # the engine has done nothing wrong
         used = time.process_time()
         await asyncio.sleep(3)
         assert time.process_time() - used < 0.5  # nothing spins
@@ -255,8 +256,7 @@ async def test_22_crash_loop_of_what_is_supervised(docker_backend, injector):
 
 @pytest.mark.fault(22)
 async def test_22_crash_loop_of_what_is_idle(docker_backend, injector):
-    breaker = Breaker(time=asyncio.get_running_loop().time, open=6.0)
-    async with pooled(docker_backend, min_idle=2, max_size=2, breaker=breaker) as pool:
+    async with pooled(docker_backend, min_idle=2, max_size=2) as pool:
         stop = asyncio.Event()
 
         async def crash_all() -> None:
@@ -268,14 +268,32 @@ async def test_22_crash_loop_of_what_is_idle(docker_backend, injector):
 
         crashing = asyncio.ensure_future(crash_all())
         try:
-            await until(lambda: pool.stats().breaker == "open", 30)
-            before = pool.stats().counters.created
+            assert pool._stock is not None
+            failing = pool._stock.failures
+            await until(lambda: failing.count > CRASH_LOOP, 60)
+            with pytest.raises(PoolExhausted, match=r"died at once, the last: ak-.*: (exited|agent_dead)\. The"):
+                await pool.take()
+            assert pool.stats().breaker == "closed"
+            before, used = pool.stats().counters.created, time.process_time()
             await asyncio.sleep(12)
-            assert pool.stats().counters.created - before <= 4  # at most two trials each time
+            assert pool.stats().counters.created - before <= 1
+            assert time.process_time() - used < 1.0  # nothing spins
         finally:
             stop.set()
             await crashing
         await until(lambda: len(idle(pool)) == 2, 60)
+
+
+async def test_all_that_is_warm_is_killed_at_once(docker_backend, injector):
+    async with pooled(docker_backend, min_idle=4, max_size=8) as pool:
+        await until(lambda: len(idle(pool)) == 4, 60)
+        await asyncio.gather(*(injector.do(id, "kill") for id in idle(pool)))
+        await until(lambda: not idle(pool), 5)
+        start = asyncio.get_running_loop().time()
+        (await pool.take(timeout=2 * PATIENCE)).release()
+        print(f"taken after {asyncio.get_running_loop().time() - start:.1f} s")
+        print(f"full after {await until(lambda: len(idle(pool)) == 4, 10):.1f} s")
+        assert pool.stats().breaker == "closed"
 
 
 @pytest.mark.fault(23)

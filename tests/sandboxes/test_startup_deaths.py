@@ -37,7 +37,7 @@ async def started(backend: Backend) -> AsyncIterator[Backend]:
 
 async def attacked(backend: Any, left: Any, phase: str, attack: str) -> None:
     """Start a sandbox that is attacked from inside; it may survive that, but must not be left."""
-    fields = {phase: ("/bin/sh", "-c", attack), "start_timeout": 10.0}
+    fields = {phase: ("/bin/sh", "-c", f"{attack}; true"), "start_timeout": 10.0}
     try:
         box = await Sandbox.create(SMALL, backend=backend, **fields)
     except SandboxError:
