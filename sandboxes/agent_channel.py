@@ -8,15 +8,16 @@ it had started before the cancellation goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentkit.errors import ProtocolError, SandboxError, SandboxLost, StartTimeout, UnsupportedFeature
+from agentkit.errors import FileTooLarge, ProtocolError, SandboxError, SandboxLost, StartTimeout, UnsupportedFeature
 from agentkit.sandboxes.agent_config import heartbeat
 from agentkit.sandboxes.agent_link import WINDOW, Done, Exchange, Link
 from agentkit.sandboxes.agent_streams import AgentProcess, Flow, RelayStream, result
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _STREAM = 1 << 20
 """Bytes of a stream that may be under way."""
-_LISTING = 64 << 20
+ENTRIES = 100_000
+"""Entries that a directory may have to be listed."""
 _FILES = 60.0
 """Seconds that work on files may take."""
 _ARCHIVE = 600.0
@@ -111,18 +113,33 @@ class AgentChannel(Channel):
     # Files
 
     async def read(self, path: str, limit: int) -> bytes:
-        data = bytearray()
-        await self._collect(f"read {path}", "read", [path], data, limit, number=limit)
-        return bytes(data)
+        return b"".join([piece async for piece in self.stream(path, limit)])
+
+    async def stream(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._pieces(f"read {path}", "read", [path], limit)) as pieces:
+            async for data in pieces:
+                limit -= len(data)
+                if limit < 0:
+                    error = ProtocolError(f"the agent sent more than it was asked for: read {path}")
+                    self._link.drop("agent_dead", error)
+                    raise error
+                yield data
 
     async def write(self, path: str, data: bytes, mode: int) -> None:
         await self._files(f"write {path}", "write", [path], number=mode & 0o7777, stdin=data)
 
     async def list(self, path: str) -> list[FileInfo]:
-        data = bytearray()
-        await self._collect(f"list {path}", "list", [path], data, _LISTING)
-        entries = bytes(data).split(b"\0")
-        return sorted((_entry(entry, path) for entry in entries if entry), key=lambda info: info.path)
+        found: list[FileInfo] = []
+        rest = b""
+        async with contextlib.aclosing(self._pieces(f"list {path}", "list", [path])) as pieces:
+            async for data in pieces:
+                *entries, rest = (rest + data).split(b"\0")
+                found += [_entry(entry, path) for entry in entries]
+                if len(found) > ENTRIES:
+                    raise FileTooLarge(f"{path} has more than {ENTRIES} entries", path=path)
+        if rest:
+            raise ProtocolError("the agent described a file as none can be")
+        return sorted(found, key=lambda info: info.path)
 
     async def stat(self, path: str) -> FileInfo | None:
         done = await self._files(f"look at {path}", "stat", [path])
@@ -139,15 +156,10 @@ class AgentChannel(Channel):
 
         Its content is the sandbox's word: store it, never unpack it on the host. Raises ``PathError``.
         """
-        flow = Flow(_STREAM)
-        exchange = self._request(f"pack {', '.join(paths)}", "pack", paths, flow.take, _STREAM, timeout=timeout)
-        flow.attach(exchange)
-        try:
-            async for _, data in flow:
+        what = f"pack {', '.join(paths)}"
+        async with contextlib.aclosing(self._pieces(what, "pack", paths, timeout=timeout)) as pieces:
+            async for data in pieces:
                 yield data
-            _finished(await exchange.done, exchange.what)
-        finally:
-            await exchange.cancel()
 
     async def unpack(self, paths: Sequence[str], archive: AsyncIterable[bytes], timeout: float = _ARCHIVE) -> None:
         """Put an archive that ``pack`` made of ``paths`` in place of what these directories hold now.
@@ -177,23 +189,19 @@ class AgentChannel(Channel):
             await exchange.cancel()
             raise
 
-    async def _collect(
-        self, what: str, operation: str, paths: Sequence[str], data: bytearray, limit: int, number: int = 0
-    ) -> None:
-        """Gather a stream of at most ``limit`` bytes."""
-
-        def take(_: Stream, piece: bytes) -> None:
-            data.extend(piece)
-            if len(data) > limit:
-                raise ProtocolError(f"the agent sent more than the {limit} bytes that it was asked for: {what}")
-            exchange.grant(len(piece))
-
-        exchange = self._request(what, operation, paths, take, _STREAM, number=number)
+    async def _pieces(
+        self, what: str, operation: str, paths: Sequence[str], number: int = 0, timeout: float = _FILES
+    ) -> AsyncGenerator[bytes, None]:
+        """What a job sends, as the reader takes it; at most ``_STREAM`` bytes wait here. Leaving kills the job."""
+        flow = Flow(_STREAM)
+        exchange = self._request(what, operation, paths, flow.take, _STREAM, number=number, timeout=timeout)
+        flow.attach(exchange)
         try:
-            _finished(await asyncio.shield(exchange.done), what)
-        except asyncio.CancelledError:
+            async for _, data in flow:
+                yield data
+            _finished(await exchange.done, what)
+        finally:
             await exchange.cancel()
-            raise
 
     def _request(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, ClassVar
 
 from agentkit.sandboxes.spec import SandboxSpec
@@ -69,6 +69,10 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     async def read(self, path: str, limit: int) -> bytes:
         """A regular file's content. Raises ``PathError`` (also for FIFOs, devices, sockets), ``FileTooLarge``."""
+
+    async def stream(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        """The same in pieces, as the reader takes them; one that cannot hold its sandbox back gives a single piece."""
+        yield await self.read(path, limit)
 
     @abc.abstractmethod
     async def write(self, path: str, data: bytes, mode: int) -> None:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
 
-from agentkit.errors import ConfigError, ProtocolError, SandboxError
+from agentkit.errors import ConfigError, ProtocolError, QuotaExceeded, SandboxError
 from agentkit.sandboxes import wire
 from agentkit.sandboxes.backend import Backend, Channel, Process
 from agentkit.sandboxes.backends import backend as backend_named
@@ -38,120 +39,146 @@ from agentkit.sandboxes.remote_protocol import (
 )
 from agentkit.sandboxes.server_access import PORT, find_token, is_loopback
 from agentkit.sandboxes.server_desk import Box, Desk
-from agentkit.sandboxes.server_gate import Gate, Receive, Send, impatient
+from agentkit.sandboxes.server_gate import App, Gate, Message, Receive, Send, impatient
 from agentkit.sandboxes.server_policy import Limits, Policy, check_amount
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.wire import Kind
+
+_log = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open: longer than clients keep it, so that none uses one that just closed."""
 _STOP_SECONDS = 3
 
 
-def application(desk: Desk) -> FastAPI:
-    """The calls of ``Backend`` and ``Channel`` as paths."""
-    app = FastAPI(openapi_url=None)
-    app.add_exception_handler(Exception, _failed)
-    # FastAPI's handler for ``Exception`` raises again; the errors that are answers are named.
-    for kind in (SandboxError, BrokenPipeError, asyncio.TimeoutError):
-        app.add_exception_handler(kind, _failed)
-    _add_sandboxes(app, desk)
-    _add_channels(app, desk)
-    _add_processes(app, desk)
+@dataclass(frozen=True)
+class _Call:
+    """One request. ``parts``: its path after ``/v1/``."""
 
-    @app.get("/v1/boot")
-    async def boot() -> Response:
-        return Response(desk.boot)
+    method: str
+    parts: tuple[str, ...]
+    query: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    receive: Receive
 
-    @app.post("/v1/stream")
-    async def stream(request: Request) -> Response:
-        queue = desk.subscribe(_client(request), unpack(list[str], await request.body()))
+    @property
+    def client(self) -> str:
+        return self.headers.get(CLIENT.encode(), b"").decode("latin-1")
 
-        async def lines() -> AsyncIterator[bytes]:
-            while (line := await queue.get()) is not None:
-                yield line
+    def number(self, name: str) -> int:
+        """An integer of the query. Raises ``ProtocolError``."""
+        try:
+            return int(self.query[name])
+        except (KeyError, ValueError):
+            raise ProtocolError(f"the query needs a number {name}") from None
 
-        return _Streamed(lines(), lambda: desk.unsubscribe(queue))
 
-    @app.delete("/v1/calls/{call}")
-    async def withdraw(call: str) -> Response:
-        await desk.withdraw(call)
-        return Response()
+@dataclass(frozen=True)
+class _Stream:
+    """An answer that is sent as it comes, at the reader's pace; ``ended`` is called once, however it ends."""
+
+    chunks: AsyncGenerator[bytes, None]
+    ended: Callable[[], None]
+
+
+_Answer = bytes | _Stream
+
+
+def application(desk: Desk) -> App:
+    """The calls of ``Backend`` and ``Channel`` as paths, for ``Gate``: plain functions, since a framework's routing
+    costs more than a command takes."""
+
+    async def app(scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix("/v1/")
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        call = _Call(scope["method"], tuple(path.split("/")), query, dict(scope["headers"]), body, receive)
+        try:
+            answer, status = await _answer(desk, call), 200
+        except Exception as error:
+            answer, status = pack_error(error), _status(error)
+        if isinstance(answer, _Stream):
+            await _send_stream(answer, receive, send)
+            return
+        try:
+            with desk.holding(len(answer)):
+                await _send_in_time(send, status, answer, desk.limits.seconds(len(answer)))
+        except QuotaExceeded as error:
+            await _send(send, _status(error), pack_error(error))
 
     return app
 
 
-def _add_sandboxes(app: FastAPI, desk: Desk) -> None:
-    def told(box: Box) -> Response:
+async def _answer(desk: Desk, call: _Call) -> _Answer:
+    """Do what a request asks for."""
+    kind = call.parts[0]
+    if kind == "channels" and len(call.parts) == 3 and call.method == "POST":
+        return await _ask_channel(desk, call, call.parts[1], call.parts[2])
+    if kind == "processes" and len(call.parts) == 3 and call.method == "POST":
+        return await _tell_process(desk, call, call.parts[1], call.parts[2])
+    if kind == "sandboxes":
+        return await _change_sandbox(desk, call)
+    match call.method, *call.parts:
+        case "GET", "boot":
+            return desk.boot.encode()
+        case "POST", "stream":
+            queue = desk.subscribe(call.client, unpack(list[str], call.body))
+            return _Stream(_lines(queue), lambda: desk.unsubscribe(queue))
+        case "POST", "list":
+            return pack_json([asdict(seen) for seen in await desk.list(unpack(dict[str, str], call.body))])
+        case "DELETE", "calls", name:
+            await desk.withdraw(name)
+        case "DELETE", "snapshots", name:
+            await desk.discard(name)
+        case _:
+            raise _unknown(call)
+    return b""
+
+
+async def _change_sandbox(desk: Desk, call: _Call) -> _Answer:
+    def told(box: Box) -> bytes:
         spec = box.spec.model_dump(mode="json")
-        return _json({"channel": box.key, "isolation": desk.isolation(box), "spec": spec})
+        return pack_json({"channel": box.key, "isolation": desk.isolation(box), "spec": spec})
 
-    @app.put("/v1/sandboxes/{id}")
-    async def create(id: str, request: Request) -> Response:
-        body = unpack(dict[str, Any], await request.body())
-        spec, labels = (
-            unpack(SandboxSpec, pack_json(body.get("spec"))),
-            unpack(dict[str, str], pack_json(body.get("labels"))),
-        )
-        return told(await _run(desk, request, desk.create(id, spec, labels, _client(request))))
-
-    @app.delete("/v1/sandboxes/{id}")
-    async def remove(id: str) -> Response:
-        await desk.remove(id)
-        return Response()
-
-    @app.get("/v1/sandboxes/{id}")
-    async def inspect(id: str) -> Response:
-        return _json(asdict(await desk.inspect(id)))
-
-    @app.get("/v1/sandboxes/{id}/logs")
-    async def logs(id: str, tail: int) -> Response:
-        return Response(await desk.backend.logs(desk.box(id).id, tail))
-
-    @app.post("/v1/list")
-    async def list_(request: Request) -> Response:
-        seen = await desk.list(unpack(dict[str, str], await request.body()))
-        return _json([asdict(item) for item in seen])
-
-    @app.post("/v1/sandboxes/{id}/{verb}")
-    async def change(id: str, verb: str, request: Request) -> Response:
-        body = await request.body()
-        if verb in ("attach", "restart"):
-            call = desk.attach if verb == "attach" else desk.restart
-            return told(await _run(desk, request, call(id, _client(request))))
-        if verb == "snapshot":
-            return _json(asdict(await _run(desk, request, desk.snapshot(id))))
-        if verb == "restore":
-            await _run(desk, request, desk.restore(id, unpack(str, body)))
-        elif verb == "extend":
-            await desk.extend(id, unpack(float | None, body))  # pyright: ignore[reportArgumentType]
-        elif verb in ("pause", "resume"):
-            box = desk.box(id)
-            await _run(desk, request, (desk.backend.pause if verb == "pause" else desk.backend.resume)(box.id))
-        else:
-            raise ProtocolError(f"there is no call {verb!r}")
-        return Response()
-
-    @app.delete("/v1/snapshots/{name}")
-    async def discard(name: str) -> Response:
-        await desk.discard(name)
-        return Response()
+    match call.method, *call.parts[1:]:
+        case "PUT", id:
+            body = unpack(dict[str, Any], call.body)
+            spec = unpack(SandboxSpec, pack_json(body.get("spec")))
+            labels = unpack(dict[str, str], pack_json(body.get("labels")))
+            return told(await _run(desk, call, desk.create(id, spec, labels, call.client)))
+        case "DELETE", id:
+            await desk.remove(id)
+        case "GET", id:
+            return pack_json(asdict(await desk.inspect(id)))
+        case "GET", id, "logs":
+            return await desk.backend.logs(desk.box(id).id, call.number("tail"))
+        case "POST", id, "attach":
+            return told(await _run(desk, call, desk.attach(id, call.client)))
+        case "POST", id, "restart":
+            return told(await _run(desk, call, desk.restart(id, call.client)))
+        case "POST", id, "snapshot":
+            return pack_json(asdict(await _run(desk, call, desk.snapshot(id))))
+        case "POST", id, "restore":
+            await _run(desk, call, desk.restore(id, unpack(str, call.body)))
+        case "POST", id, "extend":
+            await desk.extend(id, unpack(float | None, call.body))
+        case "POST", id, "pause":
+            await _run(desk, call, desk.backend.pause(desk.box(id).id))
+        case "POST", id, "resume":
+            await _run(desk, call, desk.backend.resume(desk.box(id).id))
+        case _:
+            raise _unknown(call)
+    return b""
 
 
-def _add_channels(app: FastAPI, desk: Desk) -> None:
-    @app.post("/v1/channels/{key}/exec")
-    async def exec(key: str, request: Request) -> Response:
-        asked = unpack_request(await request.body())
-        check_amount(desk.policy, "output", asked.output_limit)
-        work = desk.channel(key)[1].exec(asked)
-        return Response(pack_result(await _run(desk, request, work, stay=asked.idempotency_key is not None)))
-
-    @app.post("/v1/channels/{key}/spawn")
-    async def spawn(key: str, request: Request) -> Response:
-        asked = unpack_request(await request.body())
+async def _ask_channel(desk: Desk, call: _Call, key: str, verb: str) -> _Answer:
+    if verb in ("exec", "spawn"):
+        asked = unpack_request(call.body)
         check_amount(desk.policy, "output", asked.output_limit)
         channel = desk.channel(key)[1]
-        process = await _run(desk, request, channel.spawn(asked))
+        if verb == "exec":
+            return pack_result(await _run(desk, call, channel.exec(asked), stay=asked.idempotency_key is not None))
+        process = await _run(desk, call, channel.spawn(asked))
         handle = new_id()
         desk.processes[handle] = process
 
@@ -159,53 +186,55 @@ def _add_channels(app: FastAPI, desk: Desk) -> None:
             del desk.processes[handle]
             desk.background(_kill(process))
 
-        return _Streamed(_frames(handle, process), ended)
-
-    @app.post("/v1/channels/{key}/{verb}")
-    async def ask(key: str, verb: str, request: Request) -> Response:
-        head, data = wire.unpack(await request.body(), "bb")
-        about, channel = unpack(About, head), desk.channel(key)[1]
-        if verb == "read":
-            return Response(await _run(desk, request, channel.read(about.path, int(about.number))))
-        asked: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-            "write": lambda: channel.write(about.path, data, int(about.number)),
-            "list": lambda: _listed(channel, about.path),
-            "stat": lambda: _looked(channel, about.path),
-            "remove": lambda: channel.remove(about.path),
-            "mkdir": lambda: channel.mkdir(about.path),
-            "stats": lambda: _counted(channel),
-            "ping": lambda: channel.ping(about.number),
-        }
-        if verb not in asked:
-            raise ProtocolError(f"there is no call {verb!r}")
-        return _json(await _run(desk, request, asked[verb]()))
+        return _Stream(_process_frames(handle, process), ended)
+    head, data = wire.unpack(call.body, "bb")
+    about, channel = unpack(About, head), desk.channel(key)[1]
+    if verb == "read":
+        check_amount(desk.policy, "file", about.number)
+        return _Stream(_file_frames(channel, about.path, int(about.number)), lambda: None)
+    asked_for: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "write": lambda: channel.write(about.path, data, int(about.number)),
+        "list": lambda: _listed(channel, about.path),
+        "stat": lambda: _looked(channel, about.path),
+        "remove": lambda: channel.remove(about.path),
+        "mkdir": lambda: channel.mkdir(about.path),
+        "stats": lambda: _counted(channel),
+        "ping": lambda: channel.ping(about.number),
+    }
+    if verb not in asked_for:
+        raise _unknown(call)
+    return pack_json(await _run(desk, call, asked_for[verb]()))
 
 
-def _add_processes(app: FastAPI, desk: Desk) -> None:
-    @app.post("/v1/processes/{handle}/{verb}")
-    async def tell(handle: str, verb: str, request: Request, number: int = 9) -> Response:
-        process = desk.processes.get(handle)
-        if process is None:
-            if verb == "input":
-                raise BrokenPipeError("the command has ended")
-        elif verb == "input":
-            await _run(desk, request, process.write(await request.body()))
-        elif verb == "end":
-            await process.close_stdin()
-        elif verb == "kill":
-            await process.kill(number)
-        else:
-            raise ProtocolError(f"there is no call {verb!r}")
-        return Response()
+async def _tell_process(desk: Desk, call: _Call, handle: str, verb: str) -> _Answer:
+    process = desk.processes.get(handle)
+    if verb not in ("input", "end", "kill"):
+        raise _unknown(call)
+    if process is None:
+        if verb == "input":
+            raise BrokenPipeError("the command has ended")
+    elif verb == "input":
+        await _run(desk, call, process.write(call.body))
+    elif verb == "end":
+        await process.close_stdin()
+    else:
+        await process.kill(call.number("number"))
+    return b""
 
 
-async def _run(desk: Desk, request: Request, work: Coroutine[Any, Any, Any], *, stay: bool = False) -> Any:
-    return await desk.run(request.headers.get(CALL, new_id()), work, None if stay else _left(request.receive))
+async def _run(desk: Desk, call: _Call, work: Coroutine[Any, Any, Any], *, stay: bool = False) -> Any:
+    name = call.headers.get(CALL.encode(), b"").decode("latin-1") or new_id()
+    return await desk.run(name, work, None if stay else _left(call.receive))
 
 
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _lines(queue: asyncio.Queue[bytes | None]) -> AsyncGenerator[bytes, None]:
+    while (line := await queue.get()) is not None:
+        yield line
 
 
 async def _listed(channel: Channel, path: str) -> Any:
@@ -221,17 +250,33 @@ async def _counted(channel: Channel) -> Any:
     return asdict(await channel.stats())
 
 
-async def _frames(handle: str, process: Process) -> AsyncIterator[bytes]:
+async def _process_frames(handle: str, process: Process) -> AsyncGenerator[bytes, None]:
     """A running command as frames: its handle, its output, and how it ended."""
     yield wire.encode(Kind.STARTED, 0, handle.encode())
     try:
         async for stream, data in process:
-            for start in range(0, len(data), wire.CHUNK):
-                kind = Kind.OUTPUT if stream == "stdout" else Kind.ERRORS
-                yield wire.encode(kind, 0, data[start : start + wire.CHUNK])
+            kind = Kind.OUTPUT if stream == "stdout" else Kind.ERRORS
+            for piece in _pieces(data):
+                yield wire.encode(kind, 0, piece)
         yield wire.encode(Kind.DONE, 0, pack_result(await process.wait()))
     except Exception as error:
         yield wire.encode(Kind.FAIL, 0, pack_error(error)[: wire.MAX_PAYLOAD])
+
+
+async def _file_frames(channel: Channel, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+    """A file's content as frames, and whether it is whole."""
+    try:
+        async with contextlib.aclosing(channel.stream(path, limit)) as content:
+            async for data in content:
+                for piece in _pieces(data):
+                    yield wire.encode(Kind.OUTPUT, 0, piece)
+        yield wire.encode(Kind.DONE, 0)
+    except Exception as error:
+        yield wire.encode(Kind.FAIL, 0, pack_error(error)[: wire.MAX_PAYLOAD])
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + wire.CHUNK] for start in range(0, len(data), wire.CHUNK))
 
 
 async def _kill(process: Process) -> None:
@@ -239,44 +284,58 @@ async def _kill(process: Process) -> None:
         await process.kill(9)
 
 
-async def _failed(request: Any, error: Exception) -> Response:
-    foreseen = isinstance(error, SandboxError | BrokenPipeError | asyncio.TimeoutError)
-    status = 400 if isinstance(error, ProtocolError) else 409 if foreseen else 500
-    return Response(pack_error(error), status, media_type="application/json")
+def _unknown(call: _Call) -> ProtocolError:
+    return ProtocolError(f"there is no call {call.method} {'/'.join(call.parts)!r}")
 
 
-def _client(request: Request) -> str:
-    return request.headers.get(CLIENT, "")
+def _status(error: Exception) -> int:
+    if isinstance(error, ProtocolError):
+        return 400
+    if isinstance(error, SandboxError | BrokenPipeError | asyncio.TimeoutError):
+        return 409
+    _log.error("a call failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return 500
 
 
-def _json(value: Any) -> Response:
-    return Response(pack_json(value), media_type="application/json")
+async def _send_in_time(send: Send, status: int, payload: bytes, seconds: float) -> None:
+    if len(payload) <= wire.CHUNK:  # It fits into what the transport holds for a client.
+        await _send(send, status, payload)
+        return
+    try:
+        await asyncio.wait_for(_send(send, status, payload), seconds)
+    except asyncio.TimeoutError:
+        _log.warning("a client did not take an answer of %d bytes in %.0f s", len(payload), seconds)
 
 
-class _Streamed(Response):
-    """Bytes as they come, at the reader's pace; ``ended`` is called once, however it ends."""
-
-    def __init__(self, chunks: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
-        super().__init__()
-        self._chunks = chunks
-        self._ended = ended
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:  # pyright: ignore
-        work = {asyncio.ensure_future(self._pump(send)), asyncio.ensure_future(_left(receive))}
-        try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in work:
-                task.cancel()
-            self._ended()
-            await asyncio.wait(work)
-
-    async def _pump(self, send: Send) -> None:
-        headers = [(b"content-type", b"application/octet-stream"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+async def _send(send: Send, status: int, payload: bytes) -> None:
+    """Piece by piece: each waits until the client has taken those before it."""
+    headers = [(b"content-length", str(len(payload)).encode()), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    left = len(payload)
+    for piece in _pieces(payload):
+        left -= len(piece)
+        await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+    if not payload:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_stream(stream: _Stream, receive: Receive, send: Send) -> None:
+    work = {asyncio.ensure_future(_pump(stream.chunks, send)), asyncio.ensure_future(_left(receive))}
+    try:
+        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in work:
+            task.cancel()
+        stream.ended()
+        await asyncio.wait(work)
+
+
+async def _pump(chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"cache-control", b"no-store")]})
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Service:
@@ -305,6 +364,9 @@ class Service:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family)
+            # Accepted connections inherit it. asyncio sets it only where the socket names its protocol, which these
+            # do not; without it each small answer waits for the client's delayed acknowledgement.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         shown = f"[{host}]" if ":" in host else host

@@ -8,10 +8,11 @@ reaper does it. There are never more than the limits allow, those being made cou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from agentkit.errors import QuotaExceeded, SandboxError, SandboxLost
@@ -75,6 +76,7 @@ class Desk:
         self._snapshots: dict[str, Snapshot | None] = {}
         self._streams: dict[asyncio.Queue[bytes | None], str] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._held = 0
         self._stopping = False
 
     async def start(self) -> None:
@@ -139,6 +141,19 @@ class Desk:
         if task := self._calls.get(call):
             task.cancel()
             await asyncio.wait({task}, timeout=_STOP)
+
+    @contextlib.contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count an answer until its client has it. Raises ``QuotaExceeded`` if too much waits: the answer is lost."""
+        if self._held and self._held + size > self.limits.answers:
+            error = QuotaExceeded(f"answers of {self._held} bytes wait for their clients already: take them faster")
+            error.side_effects = "maybe"
+            raise error
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
 
     # Sandboxes.
 

@@ -19,17 +19,15 @@ from agentkit.errors import AccessDenied, ProtocolError, QuotaExceeded, SandboxE
 from agentkit.sandboxes.remote_protocol import pack_error
 from agentkit.sandboxes.server_policy import Limits
 
-_SLOWEST = 100_000
-"""Bytes a second that a client must send."""
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+App = Callable[[Message, bytes, Receive, Send], Awaitable[None]]
+"""Gets the request's body as a whole, and hears by ``Receive`` only that the client left."""
 
 
 class Gate:
-    """ASGI middleware around the server's application."""
+    """The ASGI application: admits requests, reads their bodies, and gives them to the server's own."""
 
     def __init__(self, app: App, token: str, limits: Limits) -> None:
         self._app = app
@@ -50,9 +48,9 @@ class Gate:
         self._requests += 1
         self._bytes += length
         try:
-            body = await asyncio.wait_for(_read(receive, length), self._limits.body_seconds + length / _SLOWEST)
+            body = await asyncio.wait_for(_read(receive, length), self._limits.seconds(length))
             if body is not None:
-                await self._app(scope, _replay(body, receive), send)
+                await self._app(scope, body, receive, send)
         except asyncio.TimeoutError:
             await _Refusal(408, ProtocolError("the body did not come in time")).send(send)
         finally:
@@ -107,17 +105,6 @@ async def _read(receive: Receive, length: int) -> bytes | None:
         body += message.get("body", b"")
         if not message.get("more_body"):
             return bytes(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    waiting = [body]
-
-    async def again() -> Message:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await receive()
-
-    return again
 
 
 def impatient(seconds: float) -> type[H11Protocol]:

@@ -14,6 +14,9 @@ from pydantic import Field
 from agentkit.errors import AccessDenied, QuotaExceeded
 from agentkit.sandboxes.spec import DEFAULT_IMAGE, Mount, SandboxSpec, Size, Spec, parse_size
 
+_SLOWEST = 100_000
+"""Bytes a second that a client must send, or take."""
+
 
 class Policy(Spec):
     """The server's allow-list. The defaults allow nothing that weakens a sandbox."""
@@ -38,6 +41,8 @@ class Policy(Spec):
     nofile: int = Field(default=65536, ge=64)
     output: Size = parse_size("64m")
     """Bytes of output that one command may have kept."""
+    file: Size = parse_size("1g")
+    """Bytes of a file that one call may read; it is passed on in pieces."""
 
 
 class Limits(Spec):
@@ -51,12 +56,18 @@ class Limits(Spec):
     """Bytes of one request."""
     bodies: Size = parse_size("256m")
     """Bytes of all requests that are read or worked on at once."""
+    answers: Size = parse_size("1g")
+    """Bytes of all answers that wait for their clients to take them; files and running commands wait for none."""
     header_seconds: float = Field(default=10.0, gt=0)
     """The time that a client has to send a request's header."""
     body_seconds: float = Field(default=10.0, gt=0)
-    """The time for a request's body, and one second more for each 100 kB."""
+    """The time for a request's body, and one second more for each 100 kB; likewise for an answer."""
     lease: float = Field(default=600.0, gt=0)
     """Seconds for which a sandbox stays after its last client went away; its time to live may end before."""
+
+    def seconds(self, length: int) -> float:
+        """The time in which ``length`` bytes must pass between the server and a client."""
+        return self.body_seconds + length / _SLOWEST
 
 
 def permitted(policy: Policy, spec: SandboxSpec, *, image: bool = True) -> SandboxSpec:

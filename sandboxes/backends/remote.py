@@ -29,7 +29,7 @@ from agentkit.errors import (
     QuotaExceeded,
     SandboxLost,
 )
-from agentkit.sandboxes.aio import finished
+from agentkit.sandboxes.aio import finished, stopped
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends.remote_channel import RemoteChannel
 from agentkit.sandboxes.backends.remote_link import Link
@@ -68,8 +68,9 @@ class RemoteBackend(Backend):
         for url in places:
             _check_url(url)
         client = secrets.token_hex(16)
-        verify = ssl.create_default_context(cafile=ca) if any(url.startswith("https") for url in places) else True
-        self._links = [Link(url, key, client, verify, patience) for url, key in zip(places, tokens, strict=True)]
+        tls = ssl.create_default_context(cafile=ca) if any(url.startswith("https") for url in places) else None
+        self._links = [Link(url, key, client, tls, patience) for url, key in zip(places, tokens, strict=True)]
+        self._patience = patience
         self._homes: dict[str, Link] = {}
         self._listeners: list[asyncio.Queue[BackendEvent | None]] = []
         for link in self._links:
@@ -217,17 +218,40 @@ class RemoteBackend(Backend):
         return next((link for link in self._links if link.boot and image.startswith(f"{SNAPSHOTS}/{link.boot}/")), None)
 
     async def _home(self, id: str) -> Link:
-        """The server that has ``id``. Raises ``SandboxLost`` if all say that they have not."""
+        """The server that has ``id``.
+
+        Raises ``SandboxLost`` if all say that they have not, ``EngineUnavailable`` if some cannot say.
+        """
         if len(self._links) == 1:
             return self._links[0]
         if id not in self._homes:
-            for link in self._links:
-                if unpack(Observed, await link.call("GET", f"/v1/sandboxes/{id}")).state != "absent":
-                    self._homes[id] = link
-                    break
-            else:
-                raise SandboxLost(f"no server has a sandbox {id}", reason="removed")
+            self._homes[id] = await self._find(id)
         return self._homes[id]
+
+    async def _find(self, id: str) -> Link:
+        """Ask all servers that answer; one that does not is missed only if none of the others has ``id``."""
+        asked = {asyncio.ensure_future(self._has(link, id)): link for link in self._links if link.up}
+        silent = [link for link in self._links if not link.up]
+        waiting = set(asked)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        if task.result():
+                            return asked[task]
+                    except (EngineUnavailable, asyncio.TimeoutError):
+                        silent.append(asked[task])
+        finally:
+            await stopped(waiting)
+        if silent:
+            places = ", ".join(link.url for link in silent)
+            raise EngineUnavailable(f"no sandbox server that answers has {id}, and {places} cannot be reached")
+        raise SandboxLost(f"no server has a sandbox {id}", reason="removed")
+
+    async def _has(self, link: Link, id: str) -> bool:
+        call = link.call("GET", f"/v1/sandboxes/{id}")
+        return unpack(Observed, await asyncio.wait_for(call, self._patience)).state != "absent"
 
     def _channel(self, link: Link, id: str, answer: bytes) -> tuple[SandboxSpec, Channel]:
         told = unpack(dict[str, Any], answer)

@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-import httpx
-
 from agentkit.errors import EngineUnavailable, ProtocolError, SandboxLost
 from agentkit.sandboxes import wire
 from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Channel, Process
+from agentkit.sandboxes.backends.remote_http import Answer
 from agentkit.sandboxes.backends.remote_link import Link
 from agentkit.sandboxes.capture import Capture
 from agentkit.sandboxes.remote_protocol import (
@@ -81,7 +80,7 @@ class RemoteChannel(Channel):
         return await self.guarded(work())
 
     async def read(self, path: str, limit: int) -> bytes:
-        return await self._ask("read", path, limit, most=limit + _MARGIN)
+        return await self.guarded(self._read(path, limit))
 
     async def write(self, path: str, data: bytes, mode: int) -> None:
         await self._ask("write", path, mode, data)
@@ -137,6 +136,20 @@ class RemoteChannel(Channel):
         if not self.lost.done():
             self.lost.set_result(reason)
 
+    async def _read(self, path: str, limit: int) -> bytes:
+        content, pieces, size = _about(path, limit), [], 0
+        async with self._link.exchange("POST", f"{self._path}/read", content, timeout=_FILES) as answer:
+            async for frame in _frames(answer):
+                if frame.kind == Kind.DONE:
+                    return b"".join(pieces)
+                if frame.kind == Kind.FAIL:
+                    raise unpack_error(frame.payload)
+                size += len(frame.payload)
+                if frame.kind != Kind.OUTPUT or size > limit:
+                    raise ProtocolError(f"{self._link.url} sent something other than what was asked for: read {path}")
+                pieces.append(frame.payload)
+        raise ProtocolError(f"{self._link.url} left out the end of {path}")
+
     async def _ask(
         self,
         verb: str,
@@ -147,7 +160,7 @@ class RemoteChannel(Channel):
         timeout: float = _FILES,
         most: int = _MARGIN,
     ) -> bytes:
-        content = wire.pack(pack_json(asdict(About(path, number))), data)
+        content = _about(path, number, data)
         return await self.guarded(self._link.call("POST", f"{self._path}/{verb}", content, timeout=timeout, limit=most))
 
 
@@ -228,8 +241,8 @@ class RemoteProcess(Process):
         end: ExecResult | Exception = ProtocolError(f"{self._link.url} left out how a command ended")
         try:
             content = pack_request(self._request)
-            async with self._link.exchange("POST", path, content, timeout=self._request.timeout) as response:
-                end = await self._read_frames(response) or end
+            async with self._link.exchange("POST", path, content, timeout=self._request.timeout) as answer:
+                end = await self._read_frames(answer) or end
         except asyncio.CancelledError:
             end = self._channel.loss() if self._channel.lost.done() else SandboxLost("the call was cancelled")
             raise
@@ -244,15 +257,13 @@ class RemoteProcess(Process):
                 self._started.exception()
             await finished(self._notify())
 
-    async def _read_frames(self, response: httpx.Response) -> ExecResult | Exception | None:
-        decoder = Decoder()
-        async for data in response.aiter_raw():
-            for frame in decoder.feed(data):
-                if frame.kind == Kind.DONE:
-                    return unpack_result(frame.payload)
-                if frame.kind == Kind.FAIL:
-                    return unpack_error(frame.payload)
-                await self._take(frame)
+    async def _read_frames(self, answer: Answer) -> ExecResult | Exception | None:
+        async for frame in _frames(answer):
+            if frame.kind == Kind.DONE:
+                return unpack_result(frame.payload)
+            if frame.kind == Kind.FAIL:
+                return unpack_error(frame.payload)
+            await self._take(frame)
         return None
 
     async def _take(self, frame: Frame) -> None:
@@ -276,3 +287,14 @@ class RemoteProcess(Process):
     async def _notify(self) -> None:
         async with self._moved:
             self._moved.notify_all()
+
+
+def _about(path: str, number: float, data: bytes = b"") -> bytes:
+    return wire.pack(pack_json(asdict(About(path, number))), data)
+
+
+async def _frames(answer: Answer) -> AsyncIterator[Frame]:
+    decoder = Decoder()
+    async for data in answer:
+        for frame in decoder.feed(data):
+            yield frame

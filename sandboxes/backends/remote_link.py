@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import json
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import httpx
-
 from agentkit.errors import AccessDenied, EngineUnavailable, ProtocolError, QuotaExceeded, SandboxError
 from agentkit.sandboxes.aio import finished
+from agentkit.sandboxes.backends.remote_http import Answer, Broken, Client, Unreachable
 from agentkit.sandboxes.remote_protocol import BEAT, CALL, CLIENT, pack_json, unpack_error
 
 _CONNECT = 5.0
@@ -30,6 +30,8 @@ _IDLE = 15.0
 _SILENCE = 4 * BEAT
 _RETRY_MOST = 2.0
 _PROBE = 0.1
+_REFUSED = 0.5
+"""Seconds for which a machine must refuse connections until its server counts as ended, and its sandboxes with it."""
 _ERROR = 1 << 20
 _LINE = 16 << 20
 
@@ -37,7 +39,7 @@ _LINE = 16 << 20
 class Link:
     """One server. ``up``: it answers. ``load``: sandboxes it has, and may have; ``pending``: being made by us."""
 
-    def __init__(self, url: str, token: str, client: str, verify: Any, patience: float) -> None:
+    def __init__(self, url: str, token: str, client: str, tls: ssl.SSLContext | None, patience: float) -> None:
         self.url = url
         self.up = False
         self.boot = ""
@@ -52,14 +54,8 @@ class Link:
         self._refused: Exception | None = None
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"authorization": f"Bearer {token}", CLIENT: client},
-            verify=verify,
-            trust_env=False,
-            timeout=httpx.Timeout(_ANSWER, connect=_CONNECT, pool=_CONNECT),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_IDLE),
-        )
+        headers = {"authorization": f"Bearer {token}", CLIENT: client}
+        self._http = Client(url, headers, tls, connect=_CONNECT, idle=_IDLE)
 
     async def start(self) -> None:
         """Return when it is known whether the server answers. Raises ``AccessDenied``, ``EngineUnavailable``."""
@@ -78,7 +74,7 @@ class Link:
         # Nothing is withdrawn now: the end of the connections says it for all.
         self.up = False
         self.lose_all("closed")
-        await self._http.aclose()
+        self._http.close()
 
     async def call(
         self, method: str, path: str, content: bytes = b"", *, timeout: float = 0.0, limit: int = _LINE, **params: Any
@@ -87,43 +83,41 @@ class Link:
 
         Raises what the server says, ``EngineUnavailable`` (see the module), ``ProtocolError``.
         """
-        async with self.exchange(method, path, content, timeout=timeout, **params) as response:
-            return await self._body(response, limit)
+        async with self.exchange(method, path, content, timeout=timeout, **params) as answer:
+            return await self._body(answer, limit)
 
     @contextlib.asynccontextmanager
     async def exchange(
         self, method: str, path: str, content: bytes = b"", *, timeout: float = 0.0, **params: Any
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator[Answer]:
         """A call whose answer is read as it comes. What breaks while it is read raises as in ``call``."""
         if len(content) > self.body:
             error = QuotaExceeded(f"{len(content)} bytes are more than the {self.body} that {self.url} takes at once")
             error.retryable = False
             raise error
-        if self._http.is_closed:
+        if self._http.closed:
             raise self.unavailable("this back end was closed")
         call = secrets.token_hex(16)
-        limits = httpx.Timeout(timeout + _ANSWER, connect=_CONNECT, pool=_CONNECT)
-        sent = self._http.stream(method, path, content=content, params=params, headers={CALL: call}, timeout=limits)
+        sent = self._http.request(method, path, content, silence=timeout + _ANSWER, headers={CALL: call}, query=params)
         try:
-            async with sent as response:
-                if response.status_code != 200:
-                    raise self._answered(response.status_code, await self._body(response, _ERROR))
-                yield response
+            async with sent as answer:
+                if answer.status != 200:
+                    raise self._answered(answer.status, await self._body(answer, _ERROR))
+                yield answer
         except asyncio.CancelledError:
             if self.up:
                 await finished(self._withdraw(call))
             raise
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise self.unavailable(error) from None
-        except httpx.HTTPError as error:
-            broken = self.unavailable(error)
+        except Unreachable as problem:
+            raise self.unavailable(problem) from None
+        except Broken as problem:
+            broken = self.unavailable(problem)
             broken.side_effects = "maybe"
             await self._probe()
             raise broken from None
 
     def unavailable(self, why: object) -> EngineUnavailable:
-        told = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-        return EngineUnavailable(f"the sandbox server {self.url} does not answer ({told}): is it running there?")
+        return EngineUnavailable(f"the sandbox server {self.url} does not answer ({why}): is it running there?")
 
     def lose_all(self, reason: str) -> None:
         for lose in list(self.channels.values()):
@@ -138,9 +132,9 @@ class Link:
             return AccessDenied(f"{self.url}: {error}; both sides need the same token")
         return error
 
-    async def _body(self, response: httpx.Response, limit: int) -> bytes:
+    async def _body(self, answer: Answer, limit: int) -> bytes:
         body = bytearray()
-        async for chunk in response.aiter_raw():
+        async for chunk in answer:
             body += chunk
             if len(body) > limit:
                 raise ProtocolError(f"an answer of {self.url} is longer than {limit} bytes")
@@ -148,21 +142,25 @@ class Link:
 
     async def _withdraw(self, call: str) -> None:
         # If nobody hears it, the end of the call's own connection says the same.
-        with contextlib.suppress(httpx.HTTPError):
-            await self._http.delete(f"/v1/calls/{call}", timeout=_WITHDRAW)
+        with contextlib.suppress(Unreachable, Broken):
+            async with self._http.request("DELETE", f"/v1/calls/{call}", silence=_WITHDRAW):
+                pass
 
     async def _probe(self) -> None:
-        """After a connection broke: whether the server did, within ``patience``."""
-        end = _now() + self._patience
+        """After a connection broke: whether the server did, within ``patience``; at once if it refuses another."""
+        start = _now()
+        refused = False
         while self.channels:
-            try:
-                response = await self._http.get("/v1/boot", timeout=max(end - _now(), _PROBE))
-                if response.status_code != 200 or response.text == self.boot:
-                    return
+            left = start + (_REFUSED if refused else self._patience) - _now()
+            if left <= 0:
                 break
-            except httpx.HTTPError:
-                if _now() >= end:
-                    break
+            try:
+                async with self._http.request("GET", "/v1/boot", silence=max(left, _PROBE)) as answer:
+                    if answer.status != 200 or await self._body(answer, _ERROR) == self.boot.encode():
+                        return
+                break
+            except (Unreachable, Broken) as problem:
+                refused = isinstance(problem, Unreachable) and problem.refused
             await asyncio.sleep(_PROBE)
         self.lose_all("engine_down")
 
@@ -171,28 +169,29 @@ class Link:
     async def _follow(self) -> None:
         pause, last = _PROBE, _now()
         while True:
+            refused = False
             try:
                 await self._read_stream()
-            except (httpx.HTTPError, SandboxError, ValueError, TypeError, KeyError) as error:
+            except (Unreachable, Broken, SandboxError, ValueError, TypeError, KeyError) as error:
                 self._refused = error if isinstance(error, SandboxError) else self.unavailable(error)
+                refused = isinstance(error, Unreachable) and error.refused
             if self.up:
                 pause, last = _PROBE, _now()
                 self.up = False
                 self.on_event(None)
-            if _now() - last >= self._patience:
+            if _now() - last >= (_REFUSED if refused else self._patience):
                 self.lose_all("engine_down")
             self._settled.set()
             await asyncio.sleep(pause)
             pause = min(2 * pause, _RETRY_MOST, max(self._patience / 4, _PROBE))
 
     async def _read_stream(self) -> None:
-        timeout = httpx.Timeout(_SILENCE, connect=_CONNECT, pool=_CONNECT)
         keys = pack_json(list(self.channels))
-        async with self._http.stream("POST", "/v1/stream", content=keys, timeout=timeout) as response:
-            if response.status_code != 200:
-                raise self._answered(response.status_code, await self._body(response, _ERROR))
+        async with self._http.request("POST", "/v1/stream", keys, silence=_SILENCE) as answer:
+            if answer.status != 200:
+                raise self._answered(answer.status, await self._body(answer, _ERROR))
             rest = b""
-            async for chunk in response.aiter_raw():
+            async for chunk in answer:
                 *lines, rest = (rest + chunk).split(b"\n")
                 if len(rest) > _LINE:
                     raise ProtocolError(f"a line of {self.url} is longer than {_LINE} bytes")
