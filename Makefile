@@ -16,8 +16,9 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: train test test-all lint docs clean
 
+# A second time it resumes the run if it is unfinished, else starts another one beside it.
 train: $(VENV)/.installed ## train FrozenLake on this machine; ARGS="dir=runs/second" and the like override settings
-	$(VENV)/bin/agentkit run examples/frozen_lake.yaml $(ARGS)
+	$(VENV)/bin/agentkit run examples/frozen_lake.yaml --again $(ARGS)
 
 test: $(VENV)/.installed-test ## the everyday tests
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)

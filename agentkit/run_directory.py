@@ -2,6 +2,8 @@
 
 Invariant: a directory holds one run, and one process at a time writes to it. Making a run where one is already is
 refused unless the run is resumed; resuming never changes what the run learns from, so that its records stay one story.
+A run that ended before its first checkpoint cannot be resumed: the next one takes its place, and its records are kept
+in a folder of their own.
 
 Layout::
 
@@ -13,12 +15,15 @@ Layout::
     weights/           weights on their way from the learner to the engines
     model/             the trained policy, as transformers loads it
     logs/              standard output of processes; files of TensorBoard and W&B
+    failed-1/          configuration, records and logs of an attempt that ended before its first checkpoint
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -44,31 +49,37 @@ class RunDirectory:
         self.weights = path / "weights"
         self.model = path / "model"
         self.logs = path / "logs"
+        self.set_aside: Path | None = None
+        """Where ``create`` put the records of a run that had no checkpoint."""
         self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
         """Make ``config.dir`` and lock it.
 
-        Raises ``RunDirectoryError`` when it holds a run or anything else. A run that ended before its first record
-        (its model did not load, say) does not count, so that the same command can be tried again.
+        The records of a run without a checkpoint are moved to ``set_aside``. Raises ``RunDirectoryError`` when the
+        directory is in use, or holds a run with a checkpoint, or anything else.
         """
         directory = cls(config.dir)
-        if directory.config_file.exists() and not directory._is_blank():
-            raise RunDirectoryError(
-                f"{config.dir} holds a run already; go on with it by `agentkit run --resume {config.dir}`, "
-                "or choose another place by `dir=…`"
-            )
         try:
-            if not directory.config_file.exists() and config.dir.exists() and any(config.dir.iterdir()):
+            if not directory.config_file.exists() and directory._holds_anything():
                 raise RunDirectoryError(f"{config.dir} is not empty and holds no run; choose another place by `dir=…`")
             config.dir.mkdir(parents=True, exist_ok=True)
             directory._take_lock()
+            if directory.has_checkpoint():  # Not before the lock: another process may have made it meanwhile.
+                raise RunDirectoryError(
+                    f"{config.dir} holds a run already; go on with it by `agentkit run --resume {config.dir}`, "
+                    "start one beside it by `--again`, or choose another place by `dir=…`"
+                )
+            directory._set_records_aside()
             directory._write_config(config)
             directory._make_folders()
         except OSError as error:
             directory.release()
             raise RunDirectoryError(f"{config.dir} cannot be made ({error}); choose another place by `dir=…`") from None
+        except BaseException:
+            directory.release()
+            raise
         return directory
 
     @classmethod
@@ -114,9 +125,30 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def _is_blank(self) -> bool:
-        recorded = (self.metrics_file, self.episodes_file)
-        return not any(file.exists() for file in recorded) and not any(self.checkpoints.glob("*"))
+    def has_checkpoint(self) -> bool:
+        """Whether the directory holds a run that can be resumed."""
+        return self.config_file.exists() and any(self.checkpoints.glob("step-*"))
+
+    def _holds_anything(self) -> bool:
+        # A process that was killed between its lock and its configuration leaves nothing else.
+        return self.path.exists() and any(
+            not item.name.startswith((".lock", ".config.yaml")) for item in self.path.iterdir()
+        )
+
+    def _set_records_aside(self) -> None:
+        shutil.rmtree(self.checkpoints, ignore_errors=True)  # At most a half-written one.
+        records = [self.metrics_file, self.events_file, *self.path.glob(f"{self.episodes_file.name}*"), self.logs]
+        kept = [item for item in records if item.is_file() or (item.is_dir() and any(item.iterdir()))]
+        if not kept:
+            return
+        names = (self.path / f"failed-{number}" for number in itertools.count(1))
+        folder = next(name for name in names if not name.exists())
+        folder.mkdir()
+        # A copy: without its configuration, the directory would not be taken for a run if this process died here.
+        shutil.copyfile(self.config_file, folder / self.config_file.name)
+        for item in kept:
+            item.rename(folder / item.name)
+        self.set_aside = folder
 
     def _make_folders(self) -> None:
         for folder in (self.checkpoints, self.weights, self.logs):

@@ -71,7 +71,8 @@ async def run(
         leftover.unlink()
     if resume and not found:
         raise CheckpointError(
-            f"{directory.path} has no checkpoint to resume from: remove it and run its configuration again"
+            f"{directory.path} has no checkpoint to resume from: start anew with `agentkit run "
+            f"{directory.config_file} dir={directory.path}`"
         )
     view.stage("starting")
     with Recorder(directory, open_trackers(config, directory)) as recorder:

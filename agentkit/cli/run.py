@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,9 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with this run directory.", show_default=False)
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Resume the run in `dir` if it is unfinished, else start one beside it.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the resolved settings, then stop.")
     ] = False,
@@ -34,14 +38,22 @@ def run(
     from agentkit.config_io import dump_config
     from agentkit.run_directory import RunDirectory
 
+    if again and resume is not None:
+        raise typer.BadParameter("--again and --resume contradict: --again finds the run to resume by itself")
     settings = _settings(config, overrides or [], resume)
     check(settings)
     if dry_run:
         typer.echo(dump_config(settings), nl=False)
         return
-    directory = RunDirectory.create(settings) if resume is None else RunDirectory.resume(resume, settings)
+    resumed = resume is not None
+    if again:
+        settings, resumed = place_again(settings)
+        typer.echo(f"{'resuming' if resumed else 'starting'} the run in {settings.dir}")
+    directory = RunDirectory.resume(settings.dir, settings) if resumed else RunDirectory.create(settings)
+    if directory.set_aside is not None:
+        typer.echo(f"{directory.path} held a run without a checkpoint; its records are in {directory.set_aside}")
     try:
-        summary = _train(settings, directory, resume is not None)
+        summary = _train(settings, directory, resumed)
     finally:
         directory.release()
     for line in ending(summary, settings):
@@ -60,6 +72,43 @@ def _settings(config: str | None, overrides: list[str], resume: Path | None) -> 
         return load_config(config, overrides)
     place = f"dir={json.dumps(str(resume))}"
     return load_config(config or RunDirectory.open(resume).config_file, [place, *overrides])
+
+
+def place_again(settings: RunConfig) -> tuple[RunConfig, bool]:
+    """Where to run settings that may have run before, and whether to resume what is there.
+
+    The place is the first of ``dir``, ``dir-2``, ``dir-3``, … that holds an unfinished run of the same settings, or no
+    run that could be resumed. Returns the settings with that ``dir``.
+    """
+    from agentkit.run_directory import RunDirectory
+
+    first = settings.dir
+    for number in itertools.count(1):
+        path = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        settings = settings.model_copy(update={"dir": path})
+        directory = RunDirectory(path)
+        if not directory.has_checkpoint():
+            return settings, False
+        if _unfinished(directory) and _same_settings(directory, settings):
+            return settings, True
+    raise AssertionError("unreachable")
+
+
+def _unfinished(directory: RunDirectory) -> bool:
+    from agentkit.jsonl import read_jsonl
+
+    events = list(read_jsonl(directory.events_file))
+    return not (events and events[-1]["event"] == "end" and events[-1]["finished"])
+
+
+def _same_settings(directory: RunDirectory, settings: RunConfig) -> bool:
+    from agentkit.errors import ConfigError
+    from agentkit.run_directory import changes
+
+    try:
+        return not changes(directory.config(), settings)
+    except ConfigError:  # It was made by a version with other settings.
+        return False
 
 
 def _train(settings: RunConfig, directory: RunDirectory, resume: bool) -> RunSummary:
@@ -82,7 +131,11 @@ def _train(settings: RunConfig, directory: RunDirectory, resume: bool) -> RunSum
         )
     except (asyncio.CancelledError, KeyboardInterrupt):
         view.stop()
-        typer.echo(f"stopped; `agentkit run --resume {directory.path}` goes on from the last checkpoint", err=True)
+        if directory.has_checkpoint():
+            after = f"`agentkit run --resume {directory.path}` goes on from the last checkpoint"
+        else:
+            after = "there is no checkpoint yet; the same command starts anew"
+        typer.echo(f"stopped; {after}", err=True)
         raise typer.Exit(STOPPED) from None
     finally:
         view.stop()

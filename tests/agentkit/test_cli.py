@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentkit.cli.run import place_again
+from agentkit.config import RunConfig
 from agentkit.config_io import load_config, parse_config
+from agentkit.run_directory import RunDirectory
 
 TINY = """\
 env: {id: FrozenLake-v1, max_turns: 2}
@@ -149,6 +152,66 @@ def test_a_run_directory_is_not_used_twice(finished: tuple[Path, str]) -> None:
     assert f"holds a run already; go on with it by `agentkit run --resume {directory}`" in result.stderr
 
 
+@pytest.mark.slow
+def test_a_finished_run_is_left_alone_and_another_one_starts_beside_it(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    config = directory.parent / "tiny.yaml"
+    before = (directory / "events.jsonl").read_bytes()
+    result = agentkit("run", config, f"dir={directory}", "--again")
+    assert result.returncode == 0, result.stderr
+    assert f"starting the run in {directory}-2\n" in result.stdout
+    assert f"agentkit show {directory}-2" in result.stdout
+    assert (directory / "events.jsonl").read_bytes() == before
+    refused = agentkit("run", config, "--again", "--resume", directory)
+    assert refused.returncode == 2
+    assert "contradict" in refused.stderr
+
+
+def test_where_a_run_is_repeated(tmp_path: Path) -> None:
+    def made(settings: RunConfig, *events: str, checkpoint: bool = True) -> None:
+        directory = RunDirectory.create(settings)
+        directory.events_file.write_text("".join(f"{event}\n" for event in events))
+        if checkpoint:
+            (directory.checkpoints / "step-000000").mkdir()
+        directory.release()
+
+    def config(name: str, *overrides: str) -> RunConfig:
+        return parse_config("env: {id: FrozenLake-v1}", [f"dir={tmp_path / name}", *overrides])
+
+    started, ended = '{"event": "start"}', '{"event": "end", "finished": true}'
+    assert place_again(config("a")) == (config("a"), False)
+    made(config("a"), started, ended)
+    assert place_again(config("a")) == (config("a-2"), False)
+    made(config("a-2"), started, '{"event": "failed"}')
+    assert place_again(config("a")) == (config("a-2"), True)
+    assert place_again(config("a", "steps=7")) == (config("a-3", "steps=7"), False)  # another run is not continued
+    made(config("b"), started, '{"event": "end", "finished": false}')
+    assert place_again(config("b")) == (config("b"), True)
+    made(config("c"), started, checkpoint=False)
+    assert place_again(config("c")) == (config("c"), False)
+    made(config("d"), started, ended, started)  # it trained on, and was killed
+    assert place_again(config("d")) == (config("d"), True)
+    (tmp_path / "d" / "config.yaml").write_text("env: {id: FrozenLake-v1}\nformer_setting: 1\n")
+    assert place_again(config("d")) == (config("d-2"), False)
+
+
+def test_a_run_killed_before_its_first_checkpoint_does_not_block_its_directory(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentkit", "run", str(config)]
+    with subprocess.Popen([*command, "imitation.episodes=100000"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any("starting" in line for line in process.stdout), "it ended before it started"
+        busy = agentkit("run", config)
+        process.kill()
+    assert busy.returncode == 1
+    assert "in use by another process" in busy.stderr
+    result = agentkit("run", config)
+    assert result.returncode == 0, result.stderr
+    directory = tmp_path / "run"
+    assert f"{directory} held a run without a checkpoint; its records are in {directory / 'failed-1'}" in result.stdout
+    assert load_config(directory / "failed-1" / "config.yaml").imitation.episodes == 100_000  # type: ignore[union-attr]
+    assert agentkit("show", directory, "--last", "1").returncode == 0
+
+
 def test_show_lists_and_prints(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     result = agentkit("show", directory, "--last", "2")
@@ -254,6 +317,24 @@ def test_ctrl_c_once_saves_and_the_run_goes_on_later(running: subprocess.Popen[s
     result = agentkit("run", "--resume", tmp_path / "run", f"steps={steps + 1}", timeout=300)
     assert result.returncode == 0, result.stderr
     assert f"resumed after step {steps}" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_is_resumed_by_the_same_command(config: Path, tmp_path: Path, stop: signal.Signals) -> None:
+    arguments = ["run", str(config), "--again", "steps=40", "engine.placement=process"]
+    with subprocess.Popen([sys.executable, "-m", "agentkit", *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step 2/") for line in process.stdout), "the run ended before its second step"
+        process.send_signal(stop)
+        process.communicate(timeout=120)
+    result = agentkit(*arguments, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"resuming the run in {tmp_path / 'run'}\n" in result.stdout
+    assert "resumed after step" in result.stdout
+    assert "step 40/40" in result.stdout
+    assert not (tmp_path / "run-2").exists()
 
 
 @pytest.mark.slow

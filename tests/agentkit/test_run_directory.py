@@ -30,16 +30,49 @@ def test_create_open_and_read_back(tmp_path: Path) -> None:
 def test_reuse_is_refused_and_says_how_to_resume(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
     directory = RunDirectory.create(config)
-    directory.metrics_file.write_text("{}\n")
+    (directory.checkpoints / "step-000000").mkdir()
     directory.release()
-    with pytest.raises(RunDirectoryError, match=r"holds a run already; .*--resume"):
+    with pytest.raises(RunDirectoryError, match=r"holds a run already; .*--resume .*--again"):
         RunDirectory.create(config)
+    RunDirectory.resume(config.dir, config).release()  # the refusal let go of the lock
 
 
 def test_a_run_that_recorded_nothing_may_be_started_again(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
     RunDirectory.create(config).release()
-    RunDirectory.create(config).release()
+    directory = RunDirectory.create(config)
+    directory.release()
+    assert directory.set_aside is None
+
+
+def test_a_run_without_a_checkpoint_gives_way_and_its_records_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for attempt in (1, 2):
+        directory = RunDirectory.create(config_for(path, f"seed={attempt}"))
+        assert list(path.glob("*.jsonl")) == list(path.glob("episodes*")) == list(directory.checkpoints.iterdir()) == []
+        directory.events_file.write_text(f"attempt {attempt}\n")
+        directory.episodes_file.with_name("episodes.sqlite-wal").write_text("unfinished")
+        (directory.logs / "engine.log").write_text("out of memory")
+        (directory.checkpoints / "partial-000000").mkdir()
+        directory.release()
+    directory = RunDirectory.create(config_for(path, "seed=3"))
+    directory.release()
+    assert directory.set_aside == path / "failed-2"
+    assert directory.config().seed == 3
+    for attempt in (1, 2):
+        kept = path / f"failed-{attempt}"
+        assert (kept / "events.jsonl").read_text() == f"attempt {attempt}\n"
+        assert (kept / "episodes.sqlite-wal").exists()
+        assert (kept / "logs" / "engine.log").read_text() == "out of memory"
+        assert RunDirectory.open(kept).config().seed == attempt
+
+
+def test_a_process_killed_between_lock_and_configuration_does_not_block(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / ".lock").touch()
+    (path / ".config.yaml.4711.tmp").write_text("env")
+    RunDirectory.create(config_for(path)).release()
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
@@ -91,10 +124,12 @@ def test_a_second_process_is_kept_out_until_the_first_is_dead(tmp_path: Path) ->
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         config = RunDirectory.open(path).config()
+        (path / "events.jsonl").write_text("{}\n")  # of a live run, that has no checkpoint yet
         with pytest.raises(RunDirectoryError, match="in use by another process"):
             RunDirectory.resume(path, config)
         with pytest.raises(RunDirectoryError, match="in use by another process"):
             RunDirectory.create(config)
+        assert (path / "events.jsonl").exists()
     finally:
         process.kill()
         process.wait(10)
