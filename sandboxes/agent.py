@@ -1,19 +1,23 @@
 """What runs inside a sandbox for its host: one file, Python 3.8 or newer, the interpreter's built-in modules only.
 
-    python3 -I -S agent.py DIRECTORY
+    python3 -I -S agent.py DIRECTORY [DESCRIPTOR]
 
 Invariant: one loop, no thread, nothing in it waits. It starts commands, bounds what they write and how long they
 live, and kills their whole trees, those that ran away into other sessions included. It connects **out** to every
 ``*.sock`` in ``DIRECTORY`` (read-only, the host's), never listens for its host, and ends itself when no host was heard
-of for ``idle_timeout`` seconds. Whatever may block (files on strange file systems, whole directories) is done by a
-forked child that can be killed like a command.
+of for ``idle_timeout`` seconds, or at the end of ``DESCRIPTOR``, which its launcher holds open. Whatever may block
+(files on strange file systems, whole directories) is done by a forked child that can be killed like a command.
+
+Commands have the agent's user and must not control it. The agent is process 1 of its name space and has no handler that
+a signal could start, so the kernel drops every signal that a command sends it. It is not dumpable before it starts
+anything, so no command can trace it or open its memory and descriptors; its forked children inherit that.
 
 Memory is counted against the sandbox, and a hundred agents may share a host: hence no ``os``, ``socket``, ``json`` or
 ``subprocess``, which together cost more than all the rest. ``wire.py`` describes the frames.
 """
 # ruff: noqa: SIM105  (contextlib costs memory, too)
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
 
 import _ctypes
 import _signal
@@ -37,7 +41,7 @@ WINDOW = 1 << 18
 
 (HELLO, PING, PONG, RUN, STARTED, INPUT, INPUT_END, OUTPUT, ERRORS, CREDIT, SIGNAL, CANCEL, DONE, FAIL, RELAY, OPEN,
  OUTPUT_END) = range(1, 18)  # fmt: skip
-COMMAND, PATH, TOO_LARGE, DISK_FULL, RESOURCES, BAD_REQUEST, FORGOTTEN, INTERNAL = range(1, 9)
+COMMAND, PATH, TOO_LARGE, DISK_FULL, RESOURCES, BAD_REQUEST, FORGOTTEN, INTERNAL, KILLED = range(1, 10)
 TIMED_OUT, TRUNCATED, OOM_KILLED, TAINTED = 1, 2, 4, 8
 
 READ = 1 << 16
@@ -55,7 +59,12 @@ FLUSH = 0.1
 """Seconds that output waits before it is sent ahead of the result."""
 KILL = 1.5
 """Seconds until processes that do not die taint the sandbox."""
-OOM_SCORE = b"500"
+OOM_SCORE = b"1000"
+"""Of commands: in a container, the agent has 500 itself and must not be the one that is killed."""
+LOCKS = 10
+"""``RLIMIT_LOCKS``, which limits nothing since Linux 2.6. Its hard limit carries a command's number: the limit is
+inherited by every descendant, can be read from outside, and cannot be raised again without a capability."""
+UNNUMBERED = 1 << 62
 NEVER = float("inf")
 
 HEADER = Struct("!IBI")
@@ -124,6 +133,17 @@ class _Word(_ctypes._SimpleCData):
     _type_ = "L"
 
 
+class _Long(_ctypes._SimpleCData):
+    _type_ = "Q"
+
+
+class _Limit(_ctypes.Array):
+    """``struct rlimit``: soft, hard."""
+
+    _type_ = _Long
+    _length_ = 2
+
+
 def libc(name, *arguments):
     """Call a function of the C library that takes five words or fewer; raises ``OSError`` unless it returns 0."""
     words = tuple(_Word(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])
@@ -172,29 +192,30 @@ def descendants(table, roots):
     return found
 
 
-def members(table, me, main, others, born, mark, mark_of):
+def members(table, me, main, others, born, number, last, number_of):
     """The living processes of one job.
 
-    Orphans come to ``me``, the reaper of all that run here, and no longer say whose they were. Then their environment
-    decides, which carries the job's ``mark``; those that hide it belong to the job if they are not older than it:
-    rather one process too many is killed than one too few.
+    Orphans come to ``me``, the reaper of all that run here. Their number says whose they are: a process can take a
+    higher one, but never a lower one. So an orphan belongs to the job if it has the job's ``number``, or one above
+    ``last``, which no job has got yet. Where there are no numbers (0), it belongs to the job if it is not older. A job
+    without a number (None) is a child that works on files, and starts nothing.
     """
     mine = descendants(table, (main,))
     mine.add(main)
     strangers = descendants(table, (me,)) - mine - descendants(table, others) - set(others)
-    for pid in strangers:
-        owner = mark_of(pid)
-        if owner == mark or (owner is None and table[pid][1] >= born):
+    for pid in strangers if number is not None else ():
+        its = number_of(pid) if number else None
+        if table[pid][1] >= born if its is None else its == number or its > last:
             mine.add(pid)
     return {pid for pid in mine if pid in table and table[pid][2]}
 
 
-def mark_of(pid):
-    """The mark in a process's environment, or None if it has none or hides it."""
-    text = slurp(f"/proc/{pid}/environ")
-    for entry in (text or b"").split(b"\0"):
-        if entry.startswith(b"AGENTKIT_JOB="):
-            return entry[13:]
+def number_of(pid):
+    """The number of the command that a process comes from, or None if it cannot be read."""
+    for line in (slurp(f"/proc/{pid}/limits") or b"").splitlines():
+        if line.startswith(b"Max file locks "):
+            hard = line.split()[4]
+            return UNNUMBERED - int(hard) if hard.isdigit() and int(hard) < UNNUMBERED else None
     return None
 
 
@@ -581,7 +602,7 @@ class Job:
 
     __slots__ = (
         "agent", "born", "credit", "deadline", "feed", "flush_at", "grace", "id", "key", "kill_end", "limit", "link",
-        "oom_before", "operation", "outputs", "pid", "started", "status", "stopped", "tainted", "temporary",
+        "number", "oom_before", "operation", "outputs", "pid", "started", "status", "stopped", "tainted", "temporary",
         "timed_out", "waiters", "wake",
     )  # fmt: skip
 
@@ -597,14 +618,11 @@ class Job:
         self.pid = self.status = self.kill_end = self.feed = self.temporary = None
         self.grace = self.flush_at = NEVER
         self.born = 0
+        self.number = None
         self.stopped = set()
         self.outputs = []
         self.timed_out = self.tainted = False
         self.oom_before = agent.cgroup.oom_kills()
-
-    @property
-    def mark(self):
-        return b"%s-%d" % (self.agent.boot, self.born) + b"-%d" % id(self)
 
     # Starting
 
@@ -651,16 +669,14 @@ class Job:
     def spawn(self, fds, argv, env, cwd):
         agent = self.agent
         try:
-            if cwd != agent.cwd:
-                posix.chdir(cwd)
-                agent.cwd = cwd
+            posix.chdir(cwd)
             environment = dict(agent.environment)
             for entry in env:
                 name, _, value = entry.partition(b"=")
                 environment[name] = value
-            environment[b"AGENTKIT_JOB"] = self.mark
             program = locate(argv[0], environment.get(b"PATH", DEFAULT_PATH))
             actions = [(posix.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
+            self.number = agent.next_number()
             self.pid = posix.posix_spawn(
                 program, argv, environment, file_actions=actions, setsid=True, setsigdef=agent.ignored
             )
@@ -819,7 +835,8 @@ class Job:
 
     def alive(self):
         others = {job.pid for job in self.agent.jobs if job is not self and job.status is None}
-        return members(processes(), posix.getpid(), self.pid, others, self.born, self.mark, mark_of)
+        last = self.agent.number
+        return members(processes(), posix.getpid(), self.pid, others, self.born, self.number, last, number_of)
 
     # The end
 
@@ -868,7 +885,9 @@ class Job:
         return None, (code, number, flags, time.monotonic() - self.started), rest[0], rest[1]
 
     def refusal(self):
-        """What a child that works on files said of its failure."""
+        """What a child that works on files said of its failure, or what killed it."""
+        if self.status is not None and posix.WIFSIGNALED(self.status):
+            return pack(KILLED, posix.WTERMSIG(self.status))
         try:
             unpack(bytes(self.outputs[1].head), "ii")
         except Malformed:
@@ -1206,7 +1225,7 @@ QUICK_WORK = {b"stat": quick_stat, b"mkdir": quick_mkdir}
 
 
 class Agent:
-    def __init__(self, directory, settings):
+    def __init__(self, directory, settings, lifeline):
         self.directory = directory
         self.nonce = settings[b"nonce"]
         self.idle_timeout = float(settings.get(b"idle_timeout", b"inf"))
@@ -1230,9 +1249,13 @@ class Agent:
         self.next_scan = 0.0
         self.contact = time.monotonic()
         self.stopping = False
-        self.cwd = b"/"
+        self.number = 0
+        """Of the command that was started last."""
         posix.chdir("/")
         self.prepare_process()
+        if lifeline is not None:
+            posix.set_inheritable(lifeline, False)
+            self.watch(lifeline, select.EPOLLIN, lambda _events: posix.read(lifeline, READ) or self.stop())
         self.cgroup = Cgroup()
         self.listener = self.listen_for_relays() if self.relay_port else None
 
@@ -1258,7 +1281,11 @@ class Agent:
         reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
         _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
-        _signal.signal(_signal.SIGTERM, self.stop)
+        if posix.getpid() == 1:
+            # Python's own handler would end process 1; without one, the kernel drops what comes from inside.
+            _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+        else:
+            _signal.signal(_signal.SIGTERM, self.stop)
         self.watch(reader, select.EPOLLIN, lambda _events: self.reap(reader))
 
     def stop(self, *_):
@@ -1267,6 +1294,16 @@ class Agent:
     def count(self):
         self.counter += 1
         return self.counter
+
+    def next_number(self):
+        """The number that the next process started inherits; 0 where the kernel knows no such limit."""
+        try:
+            limit = _Limit(UNNUMBERED - self.number - 1, UNNUMBERED - self.number - 1)
+            libc("setrlimit", LOCKS, _ctypes.addressof(limit))
+            self.number += 1
+        except OSError:
+            pass
+        return self.number
 
     def raise_oom_score(self, high):
         """What is started between two calls is killed for memory before this process is."""
@@ -1438,15 +1475,16 @@ def complain(text):
     print("agentkit agent:", text, file=sys.stderr, flush=True)
 
 
-def main(directory):
+def main(directory, lifeline=None):
     directory = directory.encode("utf-8", "surrogateescape")
     text = slurp(directory + b"/config", MAX_PAYLOAD)
     if text is None:
         complain(f"cannot read {directory!r}/config: the host writes it before it starts the sandbox")
         return 1
-    Agent(directory, dict(entry.split(b"=", 1) for entry in strings(text))).run()
+    settings = dict(entry.split(b"=", 1) for entry in strings(text))
+    Agent(directory, settings, None if lifeline is None else int(lifeline)).run()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -118,9 +118,12 @@ def _setting(directory: Path, name: bytes) -> bytes | None:
     return None
 
 
-def command(directory: str = MOUNT, python: str = "python3") -> list[str]:
-    """The command line that starts the agent; ``directory`` is where the sandbox sees its directory."""
-    return [python, "-I", "-S", "-c", _LAUNCH, directory]
+def command(directory: str = MOUNT, python: str = "python3", lifeline: int | None = None) -> list[str]:
+    """The command line that starts the agent; ``directory`` is where the sandbox sees its directory.
+
+    ``lifeline``: a descriptor that the agent inherits, and at whose end it ends.
+    """
+    return [python, "-I", "-S", "-c", _LAUNCH, directory, *([] if lifeline is None else [str(lifeline)])]
 
 
 def _put(path: Path, data: bytes) -> None:

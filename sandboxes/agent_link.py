@@ -47,6 +47,10 @@ _FAILURES: dict[int, tuple[type[SandboxError], str]] = {
     Failure.RESOURCES: (ResourcesExhausted, "no process, memory or open file is left in the sandbox to {what}"),
     Failure.BAD_REQUEST: (SandboxError, "the agent refused to {what}"),
     Failure.FORGOTTEN: (SandboxError, "{what} ran already under this idempotency key; its result is no longer kept"),
+    Failure.KILLED: (
+        SandboxError,
+        "cannot {what}: the process that did it was killed, by a program in the sandbox or for memory",
+    ),
     Failure.INTERNAL: (SandboxError, "the agent failed to {what}; does the sandbox's Python lack a module?"),
 }
 
@@ -463,9 +467,13 @@ def failure(what: str, code: int, number: int) -> AgentkitError:
     if code not in _FAILURES:
         raise ProtocolError(f"the agent failed with the unknown code {code}")
     kind, text = _FAILURES[code]
-    reason = f": {os.strerror(number)}" if 0 < number < 200 else ""
+    reason = f": {os.strerror(number)}" if 0 < number < 200 and code != Failure.KILLED else ""
     details: dict[str, Any] = {"errno": number} if reason else {}
+    if code == Failure.KILLED:
+        details["signal"] = number
     error = kind(text.format(what=what) + reason, **details)
+    if code == Failure.KILLED:
+        error.side_effects = "maybe"
     if code == Failure.FORGOTTEN:
         error.side_effects = "done"
     return error

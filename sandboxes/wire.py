@@ -84,6 +84,8 @@ class Failure(IntEnum):
     BAD_REQUEST = 6
     FORGOTTEN = 7
     INTERNAL = 8
+    KILLED = 9
+    """A child that works on files was killed; the number is the signal's."""
 
 
 KINDS = frozenset(int(kind) for kind in Kind)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 import docker
-import psutil
 from docker.errors import DockerException
 
 from agentkit.sandboxes.pool import SandboxPool
@@ -69,14 +68,12 @@ class Nemesis:
 
     async def _signal_agent(self, box: Sandbox, number: int) -> bool:
         def send() -> bool:
-            # The only child of the container's init.
-            main = self._client.containers.get(box.id).attrs["State"]["Pid"]
-            children = psutil.Process(main).children() if main else []
-            if children:
-                os.kill(children[0].pid, number)
-            return bool(children)
+            agent = self._client.containers.get(box.id).attrs["State"]["Pid"]
+            if agent:
+                os.kill(agent, number)
+            return bool(agent)
 
-        with contextlib.suppress(DockerException, psutil.NoSuchProcess, ProcessLookupError):
+        with contextlib.suppress(DockerException, ProcessLookupError):
             return await asyncio.to_thread(send)
         return False
 

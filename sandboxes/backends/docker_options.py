@@ -3,7 +3,8 @@
 Invariant: the hardening does not depend on the specification but for the fields that loosen it by name: no
 capabilities, no new privileges, no root user, a read-only root with bounded tmpfs, limits on memory (swap is none),
 processes, processors, open files and logs, an own IPC and PID namespace, the engine's default seccomp profile, and no
-network. No path of the caller's becomes the main process's working directory.
+network. No path of the caller's becomes the main process's working directory. The agent itself is process 1: an init of
+the engine's would run as the programs' user, who could trace it and send it signals.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def container(
 def _host_config(spec: SandboxSpec, directory: str, volumes: Iterable[str]) -> dict[str, Any]:
     resources = spec.resources
     config: dict[str, Any] = {
-        "Init": True,
+        "Init": False,
         "NetworkMode": "bridge" if spec.network.mode == "bridge" else "none",
         "IpcMode": "private",
         "Privileged": False,

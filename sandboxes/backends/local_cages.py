@@ -48,6 +48,8 @@ class Launch:
     """Where the cage writes the number of the first process inside, as JSON with the key ``child-pid``."""
     gate: int
     """What that process waits on before it runs anything."""
+    lifeline: int = -1
+    """A pipe's end that the launcher holds open while it lives; the agent ends with it. Only where a cage makes one."""
     fds: list[int] = field(default_factory=list)
     """All descriptors that the launcher gets."""
 
@@ -116,7 +118,11 @@ class Cage(ABC):
 
 
 class Bubblewrap(Cage):
-    """Name spaces, a file system of its own and a filter of system calls, by ``bwrap``."""
+    """Name spaces, a file system of its own and a filter of system calls, by ``bwrap``.
+
+    The agent is process 1. Where this process is root, the agent has another user than ``bwrap``, which gives up its
+    capabilities: its death cannot signal the agent, so the agent watches a pipe that ``bwrap`` holds open.
+    """
 
     level: ClassVar[Isolation] = "bubblewrap"
 
@@ -128,18 +134,25 @@ class Bubblewrap(Cage):
         if program is None:
             return "bwrap is not installed: apt-get install bubblewrap"
         self._options = output([program, "--help"])
-        lacking = [option for option in ("--size", "--perms", "--clearenv") if option not in self._options]
+        lacking = [
+            option
+            for option in ("--size", "--perms", "--clearenv", "--as-pid-1", "--json-status-fd")
+            if option not in self._options
+        ]
         return f"{program} is too old: it lacks {', '.join(lacking)}" if lacking else ""
 
     def agent(self, launch: Launch) -> list[str]:
-        return command(MOUNT, python())
+        reader, launch.lifeline = os.pipe()
+        launch.fds += [reader, launch.lifeline]
+        return command(MOUNT, python(), reader)
 
     def command(self, launch: Launch, program: list[str]) -> list[str]:
         told = [
             *self._user(launch.spec),
             "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
-            "--hostname", "sandbox", "--die-with-parent", "--new-session",
+            "--as-pid-1", "--hostname", "sandbox", "--die-with-parent", "--new-session",
             "--info-fd", str(launch.info), "--block-fd", str(launch.gate),
+            *(("--json-status-fd", str(launch.lifeline)) if launch.lifeline >= 0 else ()),
             "--clearenv", *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
             *_seccomp(launch), *_words(launch, view(launch.spec, launch.directory, launch.group)), "--chdir", "/",
         ]  # fmt: skip

@@ -56,8 +56,7 @@ class Docker:
         resources = Resources.model_construct(**{**dict(SMALL.resources), "workspace": 256 << 20})
         box = await self.create(SMALL.model_copy(update={"resources": resources}))
         found = await self._backend.engine.call("inspect", lambda client: client.inspect_container(box.id))
-        (agent,) = psutil.Process(found["State"]["Pid"]).children()
-        prefer_for_death(agent.pid)
+        prefer_for_death(found["State"]["Pid"])
         with pytest.raises(SandboxLost) as caught:
             await box.exec("cat /dev/zero > fill")
         return box, caught.value

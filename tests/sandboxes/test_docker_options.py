@@ -27,7 +27,7 @@ def test_everything_is_hardened_by_default() -> None:
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert (host["NetworkMode"], host["IpcMode"]) == ("none", "private")
     assert host["Memory"] == host["MemorySwap"] == 1 << 30
-    assert (host["PidsLimit"], host["NanoCpus"], host["Init"]) == (256, 10**9, True)
+    assert (host["PidsLimit"], host["NanoCpus"], host["Init"]) == (256, 10**9, False)
     assert host["OomScoreAdj"] > 0
     assert {"Name": "core", "Soft": 0, "Hard": 0} in host["Ulimits"]
     assert host["LogConfig"]["Config"] == {"max-size": "1m", "max-file": "2"}

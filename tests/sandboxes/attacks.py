@@ -1,0 +1,118 @@
+"""Runs in a sandbox and attacks what is not its own: each attempt prints a line, its name and how it ended.
+
+    python3 attacks.py PID ...
+
+``refused``: the kernel said no. ``worked``: it did not. Standard library only.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import struct
+import sys
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+ARM = platform.machine() == "aarch64"
+KCMP, VM_READ, VM_WRITE, KILL, TGKILL = (272, 270, 271, 129, 131) if ARM else (312, 310, 311, 62, 234)
+PIDFD_SEND_SIGNAL, PIDFD_OPEN, PIDFD_GETFD, PROCESS_MADVISE = 424, 434, 438, 440
+PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
+
+
+def call(number, *arguments):
+    result = libc.syscall(number, *(ctypes.c_long(argument) for argument in arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+    return result
+
+
+def vector(size=8):
+    """An ``iovec`` and the buffer that it names; both must be kept."""
+    buffer = ctypes.create_string_buffer(size)
+    return buffer, ctypes.create_string_buffer(struct.pack("PN", ctypes.addressof(buffer), size))
+
+
+def read_or_write_memory(number, pid):
+    _kept, local = vector()
+    call(number, pid, ctypes.addressof(local), 1, ctypes.addressof(local), 1, 0)
+
+
+def read(pid, name):
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        file.read(1)
+
+
+def take_descriptor(pid):
+    pidfd = call(PIDFD_OPEN, pid, 0)
+    for fd in range(64):
+        with contextlib.suppress(OSError):
+            return call(PIDFD_GETFD, pidfd, fd, 0)
+    raise PermissionError("refused")
+
+
+def trace(request, pid):
+    if libc.ptrace(request, pid, None, None) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+
+ATTEMPTS = {
+    "open mem": lambda pid: os.open(f"/proc/{pid}/mem", os.O_RDWR),
+    "read mem": lambda pid: os.open(f"/proc/{pid}/mem", os.O_RDONLY),
+    "read environ": lambda pid: read(pid, "environ"),
+    "read maps": lambda pid: read(pid, "maps"),
+    "follow root": lambda pid: os.listdir(f"/proc/{pid}/root"),
+    "follow cwd": lambda pid: os.readlink(f"/proc/{pid}/cwd"),
+    "follow exe": lambda pid: os.readlink(f"/proc/{pid}/exe"),
+    "open descriptors": lambda pid: [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (0, 1, 2)],
+    "read syscall": lambda pid: read(pid, "syscall"),
+    "attach": lambda pid: trace(PTRACE_ATTACH, pid),
+    "seize": lambda pid: trace(PTRACE_SEIZE, pid),
+    "process_vm_readv": lambda pid: read_or_write_memory(VM_READ, pid),
+    "process_vm_writev": lambda pid: read_or_write_memory(VM_WRITE, pid),
+    "pidfd_getfd": take_descriptor,
+    "kcmp": lambda pid: call(KCMP, pid, os.getpid(), 2, 0, 0),
+    "process_madvise": lambda pid: call(
+        PROCESS_MADVISE, call(PIDFD_OPEN, pid, 0), ctypes.addressof(vector()[1]), 1, 21, 0
+    ),
+}
+
+
+def attempt(name, pid):
+    child = os.fork()  # what one leaves behind (an attached process) does not help the next
+    if child == 0:
+        try:
+            ATTEMPTS[name](pid)
+        except OSError:
+            os._exit(0)
+        except BaseException:
+            os._exit(2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return {0: "refused", 1: "worked"}.get(status >> 8, "failed") if status & 0xFF == 0 else f"died of {status & 0x7F}"
+
+
+def signals(pid):
+    """Send every signal in every way there is."""
+    pidfd = call(PIDFD_OPEN, pid, 0)
+    for number in range(1, 65):
+        for send, *target in ((KILL, pid), (TGKILL, pid, pid), (PIDFD_SEND_SIGNAL, pidfd)):
+            with contextlib.suppress(OSError):
+                call(send, *target, number, 0, 0)
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+        reader, writer = os.pipe()
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)
+            fcntl.fcntl(reader, 10, number)  # F_SETSIG
+            fcntl.fcntl(reader, fcntl.F_SETOWN, pid)
+            os.write(writer, b"x")
+
+
+if __name__ == "__main__":
+    for target in map(int, sys.argv[1:]):
+        for what in ATTEMPTS:
+            print(f"{what}: {attempt(what, target)}", flush=True)
+        signals(target)
+        print("signals: sent", flush=True)

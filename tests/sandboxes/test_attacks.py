@@ -1,0 +1,210 @@
+"""Hostile programs in real sandboxes: none gets control of what is not its own, none takes its sandbox down with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import attacks
+import pytest
+from docker_boxes import SMALL, WatchedDocker
+from local_harness import WatchedLocal
+from requiring import require
+
+from agentkit.errors import EngineUnavailable, SandboxError
+from agentkit.sandboxes import paths
+from agentkit.sandboxes.backend import Backend, Channel
+from agentkit.sandboxes.types import ExecRequest, ExecResult
+
+pytestmark = pytest.mark.timeout(600)
+
+SOURCE = Path(attacks.__file__).read_bytes()
+PATIENCE = 5.0
+"""Seconds that a healthy sandbox on a busy machine may take for a command."""
+IDLE = "import time; time.sleep(600)"
+
+
+@dataclass
+class Target:
+    """A sandbox under attack."""
+
+    backend: Backend
+    id: str
+    channel: Channel
+
+    async def run(self, *argv: str, timeout: float = 60.0, stdin: bytes = b"") -> ExecResult:
+        return await self.channel.exec(ExecRequest(argv, timeout, 1 << 20, "/workspace", stdin=stdin))
+
+    async def python(self, script: str, *arguments: str, timeout: float = 60.0) -> ExecResult:
+        return await self.run("python3", "-c", script, *arguments, timeout=timeout)
+
+    async def attack(self, *pids: int) -> list[str]:
+        result = await self.run("python3", "-c", SOURCE.decode(), *map(str, pids))
+        assert result.exit_code == 0, result.stderr
+        return result.stdout.splitlines()
+
+    async def processes(self) -> set[int]:
+        """All that run, but those of the question."""
+        listing = "import os; print(*(p for p in os.listdir('/proc') if p.isdigit() and int(p) != os.getpid()))"
+        return set(map(int, (await self.python(listing)).stdout.split()))
+
+    async def unharmed(self, running: set[int] = frozenset({1})) -> None:  # pyright: ignore[reportArgumentType]
+        """The sandbox works as before, and nothing runs in it but ``running``."""
+        began = time.monotonic()
+        result = await self.run("echo", "usable", timeout=PATIENCE)
+        assert result.stdout == "usable\n"
+        assert time.monotonic() - began < PATIENCE
+        assert (await self.backend.inspect(self.id)).state == "running"
+        await self.channel.write("/workspace/after", b"data", 0o644)
+        assert await self.channel.read("/workspace/after", 10) == b"data"
+        assert await self.processes() == running
+
+
+@pytest.fixture(params=[pytest.param("docker", marks=pytest.mark.docker), "bubblewrap", "namespaces"])
+async def target(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[Target]:
+    if request.param == "docker":
+        backend: Backend = await _docker(monkeypatch, tmp_path)
+    else:
+        monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
+        backend = WatchedLocal(request.param)
+        try:
+            await backend.start()
+        except EngineUnavailable as error:
+            require(False, f"apt-get install bubblewrap, and let users make name spaces ({error})")
+    id = paths.new_id()
+    try:
+        yield Target(backend, id, await backend.create(id, SMALL, {"agentkit.managed": "1", "agentkit.id": id}))
+    finally:
+        await backend.remove(id)
+        await backend.close()
+
+
+async def _docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WatchedDocker:
+    require("docker", "pip install 'agentkit-rl[docker]'")
+    monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
+    backend = WatchedDocker()
+    try:
+        await backend.start()
+    except EngineUnavailable as error:
+        require(False, f"start a container engine ({error})")
+    return backend
+
+
+def refused(lines: Sequence[str]) -> None:
+    assert len(lines) == len(attacks.ATTEMPTS) + 1
+    assert [line for line in lines[:-1] if not line.endswith(": refused")] == []
+
+
+async def test_the_agent_is_process_one(target: Target) -> None:
+    assert await target.processes() == {1}
+
+
+async def test_process_one_is_out_of_reach(target: Target) -> None:
+    refused(await target.attack(1))
+    await target.unharmed()
+
+
+async def test_killing_everything_spares_the_sandbox(target: Target) -> None:
+    result = await target.run("sh", "-c", "kill -9 -1; echo survived")
+    assert result.stdout in ("survived\n", "")
+    await target.unharmed()
+    await target.python("import os; os.fork() or os.kill(-1, 9)")
+    await target.unharmed()
+
+
+async def test_a_flood_of_signals_does_not_stop_the_agent(target: Target) -> None:
+    flood = "import os, signal\nwhile True:\n    for n in (signal.SIGCHLD, signal.SIGURG, 34): os.kill(1, n)"
+    running = [asyncio.ensure_future(target.python(flood, timeout=4.0)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    assert (await target.run("echo", "usable", timeout=20.0)).stdout == "usable\n"
+    assert [result.timed_out for result in await asyncio.gather(*running)] == [True, True]
+    await target.unharmed()
+
+
+async def test_a_worker_on_files_is_out_of_reach_and_its_death_is_told(target: Target) -> None:
+    await target.run("sh", "-c", "mkdir d; head -c 8000000 /dev/zero > d/file")
+    packing = target.channel.pack(["/workspace/d"])  # pyright: ignore[reportAttributeAccessIssue]
+    assert await anext(packing)  # and the rest waits in the worker
+    workers = await target.processes() - {1}
+    assert len(workers) == 1
+    lines = await target.attack(*workers)
+    refused(lines)
+    with pytest.raises(SandboxError, match="killed") as caught:
+        [None async for _ in packing]
+    assert caught.value.details["signal"] in range(1, 65)
+    assert caught.value.side_effects == "maybe"
+    await target.unharmed()
+
+
+HIDING = {
+    "another session": "leave()",
+    "no environment": "leave(); os.execve('/proc/self/exe', ['python3', '-c', LOOP], {})",
+    "a forged mark": "leave(); os.execve('/proc/self/exe', ['python3', '-c', LOOP], {'AGENTKIT_JOB': 'another'})",
+    "a forged number": "import resource; resource.setrlimit(10, (5, 5)); leave()",
+    "all signals ignored": "[signal.signal(n, signal.SIG_IGN) for n in range(1, 32) if n not in (9, 19)]; leave()",
+    "an own group for each": "leave(); os.setpgid(0, 0); leave()",
+}
+LEAVE = """
+import os, signal, time
+LOOP = "import time; time.sleep(600)"
+def leave():
+    if os.fork():
+        time.sleep(600)
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+{how}
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", HIDING)
+async def test_a_timeout_ends_what_hides(target: Target, how: str) -> None:
+    result = await target.python(LEAVE.format(how=HIDING[how]), timeout=1.0)
+    assert (result.timed_out, result.tainted) == (True, False)
+    await target.unharmed()
+
+
+async def test_a_timeout_spares_what_an_earlier_command_left(target: Target) -> None:
+    """Also what that starts meanwhile and lets go of: it is not the late command's."""
+    server = f"""
+import os, time
+if os.fork(): os._exit(0)
+os.setsid()
+time.sleep(1.5)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open("/workspace/child", "w").write(str(os.getpid()))
+        {IDLE.replace("; ", chr(10) + "        ")}
+    os._exit(0)
+os.wait()
+{IDLE}
+"""
+    assert (await target.python(server)).exit_code == 0
+    (first,) = await target.processes() - {1}
+    assert (await target.run("sleep", "600", timeout=3.0)).timed_out
+    child = int(await target.channel.read("/workspace/child", 10))
+    await target.unharmed({1, first, child})
+
+
+async def test_the_directory_of_a_command_is_the_one_that_is_there_now(target: Target) -> None:
+    async def at(path: str, script: str) -> str:
+        return (await target.channel.exec(ExecRequest(("/bin/sh", "-c", script), 60.0, 1 << 16, path))).stdout
+
+    await at("/workspace", "mkdir d")
+    await at("/workspace/d", "rmdir /workspace/d; mkdir /workspace/d; touch /workspace/d/new")
+    assert await at("/workspace/d", "ls") == "new\n"
+
+
+async def test_a_fork_bomb_ends_with_its_time(target: Target) -> None:
+    bomb = "import os, time\nwhile True:\n    try: os.fork() or os.setsid()\n    except OSError: time.sleep(0.01)"
+    with contextlib.suppress(SandboxError):  # it may leave no process for its own end
+        await target.python(bomb, timeout=1.0)
+    await target.unharmed()
