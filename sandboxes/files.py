@@ -12,7 +12,7 @@ import os
 import posixpath
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from agentkit.errors import FileTooLarge, PathError
 from agentkit.sandboxes import calls
@@ -24,7 +24,9 @@ READ_LIMIT = 64 << 20
 COPY_LIMIT = 1 << 30
 """Bytes of a whole upload or download."""
 ENTRY_LIMIT = 100_000
-"""Files and directories of a whole download."""
+"""Files and directories of a whole upload or download."""
+DEPTH_LIMIT = 256
+"""Directories below each other in an upload or download."""
 
 
 class Files:
@@ -76,7 +78,8 @@ class Files:
     async def upload(self, source: str | os.PathLike[str], path: str) -> None:
         """Copy a file, or a directory with all that is in it, from this machine; links are followed.
 
-        Raises ``OSError`` for the source and ``FileTooLarge`` if there is too much of it.
+        Raises ``OSError`` for the source and, before anything is sent, ``FileTooLarge`` if there is too much of it:
+        more than ``COPY_LIMIT`` bytes, ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels of directories.
         """
         copies = await asyncio.to_thread(_to_upload, Path(source))
         for part, file in copies:
@@ -91,7 +94,9 @@ class Files:
         """Copy a file, or a directory with all regular files in it, to this machine.
 
         A file at ``target`` is replaced; a directory must not be there yet. Returns the paths that were left out:
-        links, devices, pipes. Raises ``OSError`` for the target, ``FileTooLarge`` beyond ``limit`` bytes in all.
+        links, devices, pipes. Raises ``OSError`` for the target and ``FileTooLarge`` beyond ``limit`` bytes in all,
+        ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels of directories; nothing is written then if the sandbox shows
+        it beforehand.
         """
         where = self._path(path)
         info = await self.stat(where)
@@ -117,32 +122,50 @@ class _Download:
         self._source = source
         self._target = target
         self._left = limit
-        self._entries = 0
         self._skipped: list[str] = []
 
     async def run(self) -> Sequence[str]:
-        # mkdir of a directory of our own: nothing in it can be a link that somebody else has laid.
+        found = await self._walk()
+        # mkdir of directories of our own: nothing in them can be a link that somebody else has laid.
         await asyncio.to_thread(self._target.mkdir)
-        await self._directory(self._source, self._target)
+        for path, info in found:
+            if info.kind == "directory":
+                await asyncio.to_thread((self._target / path).mkdir)
+            else:
+                await self._file(info, self._target / path)
         return self._skipped
 
-    async def _directory(self, source: str, target: Path) -> None:
-        for info in await self._files.list(source):
-            name = posixpath.basename(info.path)
-            if not _is_name(name) or info.path != posixpath.join(source, name):
-                raise PathError(f"the sandbox shows an entry {info.path!r} in {source}, which cannot be", path=source)
-            self._entries += 1
-            if self._entries > ENTRY_LIMIT:
+    async def _walk(self) -> list[tuple[PurePosixPath, FileInfo]]:
+        """What to copy, by its path below the target, directories before what is in them. Raises ``FileTooLarge``."""
+        found: list[tuple[PurePosixPath, FileInfo]] = []
+        size = 0
+        waiting = [(self._source, PurePosixPath())]
+        while waiting:
+            source, path = waiting.pop()
+            if len(path.parts) >= DEPTH_LIMIT:
+                raise FileTooLarge(f"{self._source} is more than {DEPTH_LIMIT} directories deep", path=self._source)
+            for info in await self._files.list(source):
+                name = posixpath.basename(info.path)
+                if not _is_name(name) or info.path != posixpath.join(source, name):
+                    raise PathError(
+                        f"the sandbox shows an entry {info.path!r} in {source}, which cannot be", path=source
+                    )
+                if info.kind not in ("directory", "file"):
+                    self._skipped.append(info.path)
+                    continue
+                found.append((path / name, info))
+                if info.kind == "directory":
+                    waiting.append((info.path, path / name))
+                else:
+                    size += info.size
+            if len(found) + len(self._skipped) > ENTRY_LIMIT:
                 raise FileTooLarge(f"{self._source} has more than {ENTRY_LIMIT} entries", path=self._source)
-            if info.kind == "directory":
-                await asyncio.to_thread((target / name).mkdir)
-                await self._directory(info.path, target / name)
-            elif info.kind == "file":
-                await self._file(info, target / name)
-            else:
-                self._skipped.append(info.path)
+            if size > self._left:
+                raise FileTooLarge(f"{self._source} has more than {self._left} bytes", path=self._source)
+        return found
 
     async def _file(self, info: FileInfo, target: Path) -> None:
+        # Its size is the sandbox's word: what counts is what comes.
         data = await self._files.read(info.path, limit=min(self._left, READ_LIMIT))
         self._left -= len(data)
         await asyncio.to_thread(_replace, target, data, info.mode)
@@ -167,20 +190,28 @@ def _replace(target: Path, data: bytes, mode: int) -> None:
 
 
 def _to_upload(source: Path) -> list[tuple[str, Path | None]]:
-    """What to copy: path below the source, and the file, or None for a directory."""
+    """What to copy: path below the source, and the file, or None for a directory. Raises ``FileTooLarge``."""
     if not source.is_dir():
-        _check_size([source])
+        _check_size(source, [source])
         return [("", source)]
     found: list[tuple[str, Path | None]] = [("", None)]
-    for directory, names, files in os.walk(source):
-        below = Path(directory).relative_to(source)
-        found += [((below / name).as_posix(), None) for name in sorted(names)]
-        found += [((below / name).as_posix(), Path(directory) / name) for name in sorted(files)]
-    _check_size([file for _, file in found if file is not None])
+    waiting = [(source, PurePosixPath())]
+    while waiting:
+        directory, below = waiting.pop()
+        if len(below.parts) >= DEPTH_LIMIT:
+            raise FileTooLarge(f"{source} is more than {DEPTH_LIMIT} directories deep")
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            path = below / entry.name
+            found.append((path.as_posix(), None if entry.is_dir() else Path(entry)))
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((Path(entry), path))
+        if len(found) > ENTRY_LIMIT:
+            raise FileTooLarge(f"{source} has more than {ENTRY_LIMIT} entries")
+    _check_size(source, [file for _, file in found if file is not None])
     return found
 
 
-def _check_size(files: Sequence[Path]) -> None:
+def _check_size(source: Path, files: Sequence[Path]) -> None:
     sizes = [file.stat().st_size for file in files]
     if sum(sizes) > COPY_LIMIT or max(sizes, default=0) > READ_LIMIT:
-        raise FileTooLarge(f"{sum(sizes)} bytes in {len(files)} files are too much for an upload")
+        raise FileTooLarge(f"{source} has {sum(sizes)} bytes in {len(files)} files, which is too much for an upload")

@@ -11,6 +11,7 @@ from conformance import Conformance
 
 from agentkit.errors import DiskFull, FileTooLarge, PathError
 from agentkit.sandboxes import Sandbox
+from agentkit.sandboxes.files import DEPTH_LIMIT
 
 
 class FilesConformance(Conformance):
@@ -176,3 +177,21 @@ class FilesConformance(Conformance):
             await box.files.download("d/pipe", tmp_path / "pipe")
         with pytest.raises(FileTooLarge):
             await box.files.download("d", tmp_path / "small", limit=1)
+
+    async def test_trees_that_are_too_deep_are_refused_at_once(self, box: Sandbox, tmp_path: Path) -> None:
+        deep = "/".join(["d"] * (DEPTH_LIMIT + 5))
+        await box.files.write(f"tree/{deep}/file", "x")
+        with pytest.raises(FileTooLarge, match="deep"):
+            await box.files.download("tree", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        (tmp_path / "in" / deep).mkdir(parents=True)
+        with pytest.raises(FileTooLarge, match="deep"):
+            await box.files.upload(tmp_path / "in", "copy")
+        assert not await box.files.exists("copy")
+        # What is just deep enough goes both ways.
+        inner = "/".join(["d"] * (DEPTH_LIMIT - 2))
+        await box.files.write(f"fits/{inner}/file", "x")
+        await box.files.download("fits", tmp_path / "fits")
+        assert (tmp_path / "fits" / inner / "file").read_text() == "x"
+        await box.files.upload(tmp_path / "fits", "again")
+        assert await box.files.read(f"again/{inner}/file") == b"x"
