@@ -61,11 +61,14 @@ class Roles:
 async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
     """Learner and engine, started and placed as ``config`` says; the file ``weights`` connects them."""
     renderer = ChatRenderer(load_tokenizer(config.model.path))
-    parser = ActionParser(config.env.parser, EnvSource.of(config.env).actions_per_turn)
+    source = EnvSource.of(config.env)
+    parser = ActionParser(config.env.parser, source.actions_per_turn)
+    # The learner knows no environment, and one of its losses needs the number of turns.
+    settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
     async with contextlib.AsyncExitStack() as stack:
         learner = await place(
             "agentkit.trainers.learner.torch_learner:Learner",
-            config,
+            settled,
             placement=config.learner.placement,
             ranks=config.learner.ranks,
             threads=config.learner.threads,

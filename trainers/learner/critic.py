@@ -55,7 +55,7 @@ class Critic:
             causal_lm = load_policy(ModelConfig(path=config.path, device=str(policy.device)), seed)
         hidden_size = causal_lm.config.get_text_config().hidden_size
         self.model = ValueModel(causal_lm.base_model, hidden_size, policy.dtype).requires_grad_(True)
-        self.optimizer = build_optimizer(self.model.named_parameters(), learner)
+        self.optimizer = build_optimizer(self.model, learner)
 
     @torch.no_grad()
     def values_at(self, layout: Layout) -> tuple[Tensor, Tensor]:

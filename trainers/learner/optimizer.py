@@ -7,20 +7,21 @@ finite; otherwise ``LearnerError`` is raised on every rank alike and they stay a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from agentkit.config import LearnerConfig
 from agentkit.errors import LearnerError
 
 
 class MuonAdamW:
-    """Muon for the matrices inside the model, AdamW for everything else, stepping as one optimiser.
+    """Muon for the matrices of the linear layers inside the model, AdamW for the rest, stepping as one optimiser.
 
     Muon (Jordan et al. 2024) applies the orthogonalised momentum of a matrix; scaled to AdamW's size of update (Liu et
     al., Moonlight, arXiv:2502.16982, eq. 4), so that one learning rate serves both. Embeddings, heads and vectors are
@@ -61,18 +62,28 @@ class MuonAdamW:
 Optimizer = AdamW | MuonAdamW
 
 
-def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> Optimizer:
-    """The configured optimiser of the named parameters. The learning rate is set at each step."""
-    named = list(parameters)
-    matrices = [
-        p
-        for name, p in named
-        if p.ndim == 2 and min(p.shape) > 1 and not any(word in name for word in ("embed", "head"))
-    ]
-    if config.optimizer == "adamw" or not matrices:
-        return _adamw([p for _, p in named], config)
-    inside = {id(p) for p in matrices}
-    return MuonAdamW(matrices, [p for _, p in named if id(p) not in inside], config)
+def build_optimizer(model: nn.Module, config: LearnerConfig) -> Optimizer:
+    """The configured optimiser of the model's trainable parameters. The learning rate is set at each step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    inside = _hidden_matrices(model) if config.optimizer == "muon" else set()
+    matrices = [p for p in parameters if id(p) in inside]
+    if not matrices:
+        return _adamw(parameters, config)
+    return MuonAdamW(matrices, [p for p in parameters if id(p) not in inside], config)
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Ids of the weights of the linear layers between the embeddings and the output, adapters included."""
+    modules = list(model.modules())
+    linear = (m.weight for m in modules if isinstance(m, (nn.Linear, Conv1D)))
+    inside = {id(weight) for weight in linear if weight.ndim == 2 and min(weight.shape) > 1}
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            inside -= {id(p) for p in module.parameters()}
+        if isinstance(module, PreTrainedModel):
+            for end in (module.get_input_embeddings(), module.get_output_embeddings()):
+                inside -= {id(p) for p in end.parameters()} if isinstance(end, nn.Module) else set()
+    return inside
 
 
 def _adamw(parameters: list[nn.Parameter], config: LearnerConfig) -> AdamW:

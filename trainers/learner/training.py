@@ -43,7 +43,7 @@ class Training:
         self.policy = Policy(_rank_device(config.model, rank, world_size), config.seed)
         self.ranks = Ranks(rank, world_size, init_method, self.policy.device)
         torch.manual_seed(config.seed + rank)
-        self.optimizer = build_optimizer(self.policy.trainable.items(), config.learner)
+        self.optimizer = build_optimizer(self.policy.module, config.learner)
         self.imitation: Optimizer | None = None
         self.critics: list[Critic] = []
         self.reference: Snapshot | None = None
@@ -55,9 +55,7 @@ class Training:
     def imitate(self, batch: Batch, lr: float) -> dict[str, float]:
         """One optimiser step on the mean negative log-likelihood of the action tokens."""
         sequences = _trainable_sequences(batch)
-        optimizer = self.imitation = self.imitation or build_optimizer(
-            self.policy.trainable.items(), self.config.learner
-        )
+        optimizer = self.imitation = self.imitation or build_optimizer(self.policy.module, self.config.learner)
         divisor = denominator("token_mean", batch.action_counts)
         total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         self.policy.train_mode(True)
@@ -111,7 +109,7 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.imitation = None
         if state["imitation"] is not None:
-            imitation = self.imitation = build_optimizer(self.policy.trainable.items(), self.config.learner)
+            imitation = self.imitation = build_optimizer(self.policy.module, self.config.learner)
             imitation.load_state_dict(state["imitation"])
         self.batches, self.policy_steps = state["batches"], state["policy_steps"]
         self.reference, self.critics = None, []
@@ -264,12 +262,12 @@ def _constant_length(config: RunConfig) -> int:
     """Dr.GRPO's constant: the most action tokens that an episode may have."""
     if config.algorithm.aggregation != "constant":
         return 1
-    turns = config.env.max_turns
-    if turns is None:
-        from agentkit.registry import env_class  # only this aggregation needs to know the environment
-
-        turns = env_class(config.env.id).max_turns
-    return config.rollout.max_tokens * turns
+    if config.env.max_turns is None:
+        raise LearnerError(
+            "algorithm.aggregation=constant divides by the most tokens that an episode may have, and the learner was "
+            "not given the number of turns: set env.max_turns"
+        )
+    return config.rollout.max_tokens * config.env.max_turns
 
 
 def _policy_metrics(parts: list[dict[str, float]]) -> dict[str, float]:

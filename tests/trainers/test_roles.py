@@ -1,0 +1,90 @@
+"""What the roles of a run are told about its environment."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from requiring import require
+from role_envs import Patient
+
+from agentkit import registry
+from agentkit.config import RunConfig
+from agentkit.errors import EngineUnavailable, LearnerError
+from agentkit.sandboxes.backends.local import LocalBackend
+from agentkit.trainers.batch import Batch, flatten
+from agentkit.trainers.learner.training import Training
+from agentkit.trainers.roles import start_roles
+from agentkit.types import Group, Trajectory, Turn
+
+
+@pytest.fixture
+async def local_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
+    backend = LocalBackend()
+    try:
+        await backend.start()
+    except EngineUnavailable as error:
+        require(False, f"install bubblewrap ({error})")
+    yield
+    await backend.close()
+
+
+def batch() -> Batch:
+    def member(index: int) -> Trajectory:
+        turn = Turn(
+            prompt_ids=np.array([5, 6], np.int32),
+            action_ids=np.array([7, 8 + index], np.int32),
+            action_logprobs=np.full(2, -6.0, np.float32),
+            versions=((0, 2),),
+            reward=float(index),
+        )
+        return Trajectory(0, index, "test", 0, 0, [turn])
+
+    return flatten([Group(0, 0, 0, [member(0), member(1)])])
+
+
+async def gradient(tmp_path: Path, **env: Any) -> float:
+    """Norm of the first gradient under ``aggregation: constant``."""
+    config = RunConfig.model_validate(
+        {
+            "env": env,
+            "rollout": {"groups": 1, "group_size": 2},
+            "algorithm": {"advantage": "dr_grpo", "loss": "pg", "aggregation": "constant"},
+        }
+    )
+    async with start_roles(config, tmp_path / "weights.safetensors") as roles:
+        return (await roles.learner.train(batch(), 0))["policy/grad_norm"]
+
+
+async def test_the_constant_of_an_aggregation_is_the_length_that_the_environment_declares(tmp_path: Path) -> None:
+    registry.register("Patient-v0", Patient)
+    once = await gradient(tmp_path, id="Patient-v0")
+    assert await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 8}) == pytest.approx(once / 8, rel=1e-4)
+    limited = await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 8}, max_turns=2)
+    assert limited == pytest.approx(once / 2, rel=1e-4)
+    tools = await gradient(tmp_path, id="Math-v0", kwargs={"tools": True})
+    assert tools == pytest.approx(once / 8, rel=1e-4)
+
+
+async def test_the_constant_of_an_environment_in_a_sandbox_is_what_it_declares_there(
+    tmp_path: Path, local_sandboxes: None
+) -> None:
+    registry.register("Patient-v0", Patient)
+    there = await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 5}, sandbox="local")
+    assert there == pytest.approx(await gradient(tmp_path, id="Patient-v0") / 5, rel=1e-4)
+
+
+def test_a_learner_on_its_own_says_what_it_was_not_told() -> None:
+    config = RunConfig.model_validate(
+        {
+            "env": {"id": "FrozenLake-v1"},
+            "rollout": {"groups": 1, "group_size": 2},
+            "algorithm": {"aggregation": "constant"},
+        }
+    )
+    with pytest.raises(LearnerError, match=r"set env\.max_turns"):
+        Training(config, 0, 1, None).train(batch(), 0)
