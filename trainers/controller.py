@@ -20,6 +20,7 @@ from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
 from agentkit.trainers import checkpoint, imitation
+from agentkit.trainers.algorithms.signal import missing_signal
 from agentkit.trainers.batch import flatten
 from agentkit.trainers.inference.base import EngineStats
 from agentkit.trainers.roles import Roles, start_roles
@@ -183,6 +184,10 @@ class _Run:
         }
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
+        reason = missing_signal([group.members for group in groups], self.config.algorithm)
+        if reason is not None:
+            self.recorder.event("no_signal", step=self.step, reason=reason)
+            self.view.message(f"step {self.step} had no signal to learn from: {reason}")
         return True
 
     async def _unless_stopped(self, work: Any) -> Any:

@@ -38,6 +38,7 @@ class Watcher:
 
     def __init__(self, on_event: Callable[[int | str], None] = lambda event: None) -> None:
         self.metrics: list[dict[str, float]] = []
+        self.messages: list[str] = []
         self.on_event = on_event
 
     def stage(self, name: str) -> None:
@@ -47,7 +48,8 @@ class Watcher:
         self.metrics.append(dict(metrics))
         self.on_event(step)
 
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
 
 def small(directory: Path, **changes: Any) -> RunConfig:
@@ -114,6 +116,17 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: P
     assert set(per_group.values()) == {config.rollout.group_size}
     lines = [json.loads(line) for line in (config.dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "policy/loss" in line] == [1, 2]
+
+
+async def test_a_step_without_signal_says_so_and_why(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", steps=1)  # a model that was never trained
+    _, watcher = await go(config)
+    reason = "no answer was valid"
+    assert any(text.startswith(f"step 1 had no signal to learn from: {reason}") for text in watcher.messages)
+    events = [json.loads(line) for line in (config.dir / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "no_signal"]
+    assert event["step"] == 1
+    assert event["reason"].startswith(reason)
 
 
 async def test_recorded_logprobs_are_those_of_the_model_that_sampled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which groups teach an estimator something, told from their episodes before any batch is built.
+"""Which groups teach an estimator something, told from their episodes alone, and why a whole batch teaches nothing.
 
 Invariant: for an estimator whose advantages follow from one group alone, ``carries_signal`` is true exactly if one of
 the group's advantages is not zero (apart from rounding).
@@ -31,6 +31,44 @@ def carries_signal(members: Sequence[Trajectory], algorithm: AlgorithmConfig) ->
     if _differ(member.reward for member in members):
         return True
     return algorithm.advantage == "gigpo" and any(map(_differ, _returns_by_state(members, algorithm.gamma)))
+
+
+def missing_signal(members: Sequence[Sequence[Trajectory]], algorithm: AlgorithmConfig) -> str | None:
+    """Why these groups together teach the policy nothing, and what may help, in one sentence; None if they do teach.
+
+    ``members`` are the episodes of each group of one training step. ``reinforce_pp`` learns nothing when all returns to
+    go are equal, and ``gae`` nothing useful when all rewards are 0.
+    """
+    if _teaches(members, algorithm):
+        return None
+    episodes = [member for group in members for member in group]
+    rewards = [episode.reward for episode in episodes]
+    if not any(turn.valid for episode in episodes for turn in episode.turns):
+        return (
+            "no answer was valid: the model does not keep to the format or names no known action; a model that follows "
+            "instructions, imitation or a longer rollout.max_tokens may help"
+        )
+    if not _differ(rewards):
+        if any(episode.success for episode in episodes):
+            return f"all {len(episodes)} episodes earned {rewards[0]:g} and succeeded: harder tasks are needed"
+        return (
+            f"all {len(episodes)} episodes earned {rewards[0]:g} and none succeeded: easier tasks, imitation or a "
+            "larger rollout.group_size may help"
+        )
+    return (
+        "the members of each group earned the same: the tasks are too easy or too hard for this policy, or its answers "
+        "hardly vary; a larger rollout.group_size or rollout.dynamic_sampling may help"
+    )
+
+
+def _teaches(members: Sequence[Sequence[Trajectory]], algorithm: AlgorithmConfig) -> bool:
+    episodes = [member for group in members for member in group]
+    if algorithm.advantage == "gae":
+        return any(turn.reward != 0 for episode in episodes for turn in episode.turns)
+    if algorithm.advantage == "reinforce_pp":
+        to_go = [sum(turn.reward for turn in e.turns[k:]) for e in episodes for k in range(len(e.turns))]
+        return _differ(to_go) or (algorithm.gamma < 1 and to_go[0] != 0)
+    return any(carries_signal(group, algorithm) for group in members)
 
 
 def _returns_by_state(members: Sequence[Trajectory], gamma: float) -> Iterable[list[float]]:

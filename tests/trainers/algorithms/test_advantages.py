@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentkit.config import AlgorithmConfig
 from agentkit.errors import LearnerError
 from agentkit.trainers.algorithms.advantages import ESTIMATORS, estimate
-from agentkit.trainers.algorithms.signal import carries_signal
+from agentkit.trainers.algorithms.signal import carries_signal, missing_signal
 from agentkit.trainers.batch import flatten
 from agentkit.types import Group, Trajectory, Turn
 
@@ -142,6 +142,55 @@ def slow_gigpo(groups, states, gamma):
             step = grpo([to_go(peer) for peer in peers], peers.index((i, k)))
             expected += [grpo(returns, i) + step] * len(group.members[i].turns[k].action_ids)
     return np.array(expected)
+
+
+def plain_groups(rewards, *, success=False, valid=True):
+    """Groups of one-turn episodes with these rewards, one list a group."""
+
+    def member(group_id, index, reward):
+        ids = np.array([1], np.int32)
+        turn = Turn(ids, ids, np.zeros(1, np.float32), ((0, 1),), reward=reward, valid=valid, actions=("go",))
+        return Trajectory(group_id, index, "test", 0, 0, [turn], success=success)
+
+    return [[member(g, i, reward) for i, reward in enumerate(of)] for g, of in enumerate(rewards)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        (plain_groups([[0, 0], [0, 1]]), None),
+        (plain_groups([[0, 0], [0, 0]]), "all 4 episodes earned 0 and none succeeded: easier tasks, imitation"),
+        (plain_groups([[1, 1], [1, 1]], success=True), "all 4 episodes earned 1 and succeeded: harder tasks"),
+        (plain_groups([[-0.1, -0.1]], valid=False), "no answer was valid"),
+        (plain_groups([[0, 0], [1, 1]]), "the members of each group earned the same"),
+    ],
+)
+def test_a_batch_without_signal_says_why(groups, reason):
+    found = missing_signal(groups, configured(advantage="grpo"))
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "teaches"),
+    [
+        ("grpo", [[1, 1], [0, 0]], False),
+        ("gigpo", [[1, 1], [0, 0]], False),
+        ("reinforce_pp_baseline", [[1, 1], [0, 0]], False),
+        ("reinforce", [[1, 1]], True),
+        ("reinforce", [[0, 0]], False),
+        ("reinforce_pp", [[1, 1], [0, 0]], True),
+        ("reinforce_pp", [[1, 1], [1, 1]], False),
+        ("gae", [[1, 1]], True),
+        ("gae", [[0, 0]], False),
+    ],
+)
+def test_whether_a_batch_teaches_depends_on_the_advantage(advantage, rewards, teaches):
+    groups = plain_groups(rewards)
+    assert (missing_signal(groups, configured(advantage=advantage)) is None) == teaches
+    if advantage != "gae":
+        batch = flatten([Group(g, 0, 0, members) for g, members in enumerate(groups)])
+        advantages = estimate(batch, values_for(batch, 0, 0), configured(advantage=advantage)).advantages
+        assert advantages.any() == teaches
 
 
 def slow_token_returns(groups, gamma):
