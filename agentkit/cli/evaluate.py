@@ -43,7 +43,7 @@ def evaluate(
     from agentkit.cli.signals import STOPPED
 
     settings = evaluation_settings(target, env, overrides or [])
-    check(settings)
+    check(settings, model=endpoint is None)
     typer.echo(f"{settings.env.id}, {target}, {episodes} episodes from seed {settings.evaluation.first_seed} …")
     began = time.monotonic()
     try:

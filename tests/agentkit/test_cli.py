@@ -98,6 +98,10 @@ def test_dry_run_prints_what_loads_to_the_same_configuration(config: Path, tmp_p
         (["env.kwargs.sise=4"], "did you mean 'size'?"),
         (["rollout.groups=many"], "rollout.groups: input should be a valid integer"),
         (["learner.minibatches=3"], "rollout.groups=2 is not divisible by learner.minibatches=3"),
+        (["env.kwargs.size=1"], "env.kwargs: FrozenLake-v1 cannot be made with {'size': 1}: size=1 must be at least 2"),
+        (["env.kwargs.size=four"], "env.kwargs: FrozenLake-v1 cannot be made with {'size': 'four'}: TypeError"),
+        (["evaluation.kwargs.split=tset"], "evaluation.kwargs: FrozenLake-v1 cannot be made with {'split': 'tset'}"),
+        (["model.path=./nowhere"], "model.path='./nowhere' does not exist"),
     ],
 )
 def test_wrong_settings_end_with_one_clear_line(config: Path, overrides: list[str], expected: str) -> None:
@@ -107,6 +111,20 @@ def test_wrong_settings_end_with_one_clear_line(config: Path, overrides: list[st
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
     assert not (config.parent / "run").exists()
+
+
+def test_every_problem_has_a_line_of_its_own(config: Path) -> None:
+    result = agentkit("run", config, "env.kwargs.size=1", "model.path=/nowhere", "--dry-run")
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert [line.split()[:2] for line in lines] == [["error:", "env.kwargs:"], ["error:", "model.path='/nowhere'"]]
+    assert result.stdout == ""
+
+
+def test_a_dry_run_says_what_it_cannot_check(config: Path) -> None:
+    result = agentkit("run", config, "model.path=someone/some-model", "--dry-run")
+    assert result.returncode == 0
+    assert "note: model.path='someone/some-model' is not a directory here" in result.stderr
 
 
 def test_a_traceback_is_there_for_who_asks(config: Path) -> None:

@@ -7,23 +7,21 @@ when the path is ``quickstart`` or a directory.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentkit.config import ModelConfig
 from agentkit.errors import ConfigError
+from agentkit.model_files import QUICKSTART, locate
 from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
-
-QUICKSTART = "quickstart"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of ``path`` (as in ``ModelConfig.path``). Raises ``ConfigError``."""
     if path == QUICKSTART:
         return quickstart_tokenizer()
-    source = _source(path)
+    source = locate(path)
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:
@@ -40,7 +38,7 @@ def load_policy(model: ModelConfig, seed: int) -> PreTrainedModel:
     if model.path == QUICKSTART:
         policy = quickstart_model(seed)
     else:
-        source = _source(model.path)
+        source = locate(model.path)
         try:
             policy = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         except Exception as error:
@@ -63,31 +61,6 @@ def resolve_device(name: str) -> torch.device:
             "model.device=auto, or install a CUDA build of torch"
         )
     return device
-
-
-def model_directory(path: Path) -> Path | None:
-    """Where the model of ``path`` lies: itself, or the newest export of a run; None where there is none."""
-    if (path / "config.json").is_file():
-        return path
-    exports = [*path.glob("model/config.json"), *path.glob("checkpoints/*/model/config.json")]
-    newest = max(exports, key=lambda config: config.stat().st_mtime_ns, default=None)
-    return newest.parent if newest else None
-
-
-def _source(path: str) -> str:
-    """What transformers is told to load: a directory that holds a model, or a hub name as it is."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        found = model_directory(directory)
-        if found is None:
-            raise ConfigError(
-                f"model.path={path!r} is a directory without a model: it holds neither config.json nor model/ nor "
-                "checkpoints/*/model/; name a Hugging Face model directory, or a run that has saved a checkpoint"
-            )
-        return str(found)
-    if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path={path!r} does not exist; use `{QUICKSTART}`, a directory or a hub name")
-    return path
 
 
 def _not_loadable(what: str, path: str, source: str, error: Exception) -> ConfigError:

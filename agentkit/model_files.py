@@ -1,0 +1,94 @@
+"""What lies behind a model's path, found out from the files alone.
+
+Invariant: nothing is loaded or downloaded, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentkit.errors import ConfigError
+
+QUICKSTART = "quickstart"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def model_directory(path: Path) -> Path | None:
+    """Where the model of ``path`` lies: itself, or the newest export of a run; None where there is none."""
+    if (path / "config.json").is_file():
+        return path
+    exports = [*path.glob("model/config.json"), *path.glob("checkpoints/*/model/config.json")]
+    newest = max(exports, key=lambda config: config.stat().st_mtime_ns, default=None)
+    return newest.parent if newest else None
+
+
+def locate(path: str, key: str = "model.path") -> str:
+    """What transformers is told to load: a directory that holds a model, or a hub name as it is.
+
+    Raises ``ConfigError``, which names ``key``, for a path that is neither.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        found = model_directory(directory)
+        if found is None:
+            raise ConfigError(
+                f"{key}={path!r} is a directory without a model: it holds neither config.json nor model/ nor "
+                "checkpoints/*/model/; name a Hugging Face model directory, or a run that has saved a checkpoint"
+            )
+        return str(found)
+    if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{key}={path!r} does not exist; use `{QUICKSTART}`, a directory or a hub name")
+    return path
+
+
+def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
+    """Why the model of ``path`` cannot be used, one sentence each, as far as its files tell; of a hub name, nothing.
+
+    ``chat``: it is the policy, which needs a tokenizer and a chat template.
+    """
+    if path == QUICKSTART:
+        return
+    try:
+        directory = Path(locate(path, key))
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not directory.is_dir():
+        return
+    settings = _json(directory / "config.json")
+    if "model_type" not in settings:
+        yield f"{key}={path!r}: {directory / 'config.json'} names no model_type; transformers does not load it"
+    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
+        yield f"{key}={path!r}: {directory} holds no weights ({', '.join(_WEIGHTS)}); copy or download them"
+    if not chat:
+        return
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        yield f"{key}={path!r}: {directory} holds no tokenizer; save it there by `tokenizer.save_pretrained`"
+    elif not _has_chat_template(directory):
+        yield (
+            f"{key}={path!r}: {directory} holds no chat template, which turns observations into prompts; add "
+            "chat_template.jinja, or use an instruction-tuned model"
+        )
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether ``path``, as ``locate`` accepts it, stands for a model of the hub."""
+    return path != QUICKSTART and not Path(path).expanduser().is_dir()
+
+
+def _has_chat_template(directory: Path) -> bool:
+    files = ("chat_template.jinja", "chat_template.json")
+    if any((directory / name).is_file() for name in files) or (directory / "additional_chat_templates").is_dir():
+        return True
+    return bool(_json(directory / "tokenizer_config.json").get("chat_template"))
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
