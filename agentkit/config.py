@@ -146,8 +146,9 @@ class CriticConfig(Strict):
 
     path: str | None = None
     """Model to start from; null copies the policy's initial weights."""
-    lr: float = Field(default=1e-3, gt=0)
-    """Learning rate of the critic."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate of the critic. The default suits pretrained models; small models that learn from scratch need about
+    1e-3."""
     value_clip: float | None = Field(default=0.5, gt=0)
     """Clip of the value loss around the old values; null is off."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -194,8 +195,9 @@ class LearnerConfig(Strict):
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` (for the matrices, AdamW for the rest) learns from several times fewer samples when a model is young."""
-    lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate of the policy."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of the policy. The default suits the full training of pretrained models; adapters
+    (`model.lora`) need about 1e-5, small models that learn from scratch about 1e-3."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -227,6 +227,8 @@ imitation:
 rollout:
   groups: 8
   group_size: 8
+learner:
+  lr: 0.001 # for the small model that comes with agentkit; pretrained models need less, see the default
 evaluation:
   episodes: 64
 """

@@ -29,6 +29,7 @@ SMALL: dict[str, Any] = {
     "env": {"id": "FrozenLake-v1", "kwargs": {"size": 2}, "max_turns": 2, "actions_per_turn": 1},
     "engine": {"max_context": 256, "max_batch": 8},
     "rollout": {"groups": 2, "group_size": 2, "max_tokens": 6},
+    "learner": {"lr": 1e-3},
     "evaluation": {"episodes": 2},
 }
 

@@ -66,7 +66,7 @@ def make_config(**learner: Any) -> RunConfig:
         {
             "env": {"id": "FrozenLake-v1"},
             "rollout": {"groups": 4, "group_size": 3},
-            "learner": {"threads": 1, "max_tokens": 256, "minibatches": 2, **learner},
+            "learner": {"lr": 1e-3, "threads": 1, "max_tokens": 256, "minibatches": 2, **learner},
             "engine": {"threads": 1, "max_batch": 16, "max_context": 128},
             "deterministic": True,
         }

@@ -45,6 +45,9 @@ def configure(tiny_model: Path) -> Callable[..., RunConfig]:
 
     def build(**sections: Any) -> RunConfig:
         sections["model"] = {"path": str(tiny_model), "device": "cpu"} | sections.get("model", {})
+        sections["learner"] = {"lr": 1e-3} | sections.get("learner", {})
+        if sections.get("critic") is not None:
+            sections["critic"] = {"lr": 1e-3} | sections["critic"]
         return RunConfig.model_validate({"env": {"id": "Test-v0", "max_turns": 4}} | sections)
 
     return build
