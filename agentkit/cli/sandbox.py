@@ -1,4 +1,4 @@
-"""`agentkit sandbox`: list, logs, exec, gc, build, serve.
+"""`agentkit sandbox`: create, list, statistics, logs, exec, rm, gc, build, serve.
 
 Invariant: nothing is removed but what nobody owns any more, unless it is asked for by name; what runs a command gives
 its output and its exit status on as they are. A terminal never interprets what a sandbox wrote: there, control
@@ -11,6 +11,7 @@ import asyncio
 import codecs
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -24,12 +25,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 import typer
 
-from agentkit.errors import AgentkitError, ConfigError, SandboxLost
+from agentkit.errors import (
+    AgentkitError,
+    ConfigError,
+    EngineUnavailable,
+    InvalidTransition,
+    SandboxError,
+    SandboxLost,
+)
 from agentkit.text import printable
 
 if TYPE_CHECKING:
     from agentkit.sandboxes.backend import Backend, Process
     from agentkit.sandboxes.sweep import Owned, Report
+    from agentkit.sandboxes.types import Stats
 
 T = TypeVar("T")
 
@@ -38,6 +47,7 @@ app = typer.Typer(help="Sandboxes: see, enter and clear away; build their images
 HERE = ("docker", "local")
 """Back ends whose sandboxes lie on this machine; a remote one clears away by itself."""
 _USER = "agentkit.user."
+_STATS_SECONDS = 10.0
 TIMED_OUT = 124
 """Exit status of a command that ran out of time: that of timeout(1)."""
 
@@ -45,6 +55,73 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="Name of the sandbox, as `
 BackendName = Annotated[
     str | None, typer.Option("--backend", help="docker, local, remote, …; all of this machine by default.")
 ]
+
+
+@app.command()
+def create(
+    image: Annotated[str | None, typer.Option(help="Container image; agentkit/base by default.")] = None,
+    ttl: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which it is removed (3600).")] = None,
+    cpus: Annotated[float | None, typer.Option(help="Processors (1).")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory, such as 2g (1g).")] = None,
+    network: Annotated[str | None, typer.Option(help="none or bridge (none).")] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable; may be repeated.")] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label; may be repeated.")] = None,
+    spec: Annotated[Path | None, typer.Option(help="YAML with fields of SandboxSpec; options go before it.")] = None,
+    backend: Annotated[str, typer.Option(help="docker, local, remote, …")] = "docker",
+) -> None:
+    """Make a sandbox and print its id. It stays until it is removed or its time to live ends."""
+    from agentkit.sandboxes import backends, keeper
+
+    fields = _yaml(spec) if spec is not None else {}
+    resources = {"cpus": cpus, "memory": memory}
+    options = {"image": image, "ttl": ttl, "network": None if network is None else {"mode": network}}
+    fields |= {name: value for name, value in options.items() if value is not None}
+    for name, more in (
+        ("resources", {key: value for key, value in resources.items() if value is not None}),
+        ("env", _pairs("--env", env)),
+        ("labels", _pairs("--label", label)),
+    ):
+        if more:
+            known = fields.get(name) or {}
+            fields[name] = {**known, **more} if isinstance(known, dict) else known
+    made = _checked("SandboxSpec", fields, spec or "the options")
+    backends.backend(backend)  # A wrong name or setting is told at once.
+    typer.echo(keeper.start(made, backend))
+
+
+@app.command("rm")
+def remove(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Names of sandboxes, as `ls` shows them.")],
+    backend: BackendName = None,
+) -> None:
+    """Remove sandboxes, whoever owns them."""
+    problems = run(_remove(ids, backend))
+    for problem in problems:
+        typer.secho(f"error: {problem}", err=True, fg=typer.colors.RED)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def stats(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Only these; all by default.")] = None,
+    backend: BackendName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what sandboxes use: memory, processor time, processes, disk."""
+    rows = run(_stats(ids or [], backend))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    lines: list[tuple[str, ...]] = [
+        ("sandbox", "backend", "state", "memory", "of", "cpu", "processes", "workspace", "of")
+    ]
+    for row in rows:
+        sizes = [_size(row[name]) for name in ("memory", "memory_limit", "workspace_used", "workspace_size")]
+        cpu = "" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.1f} s"
+        processes = "" if row["processes"] is None else str(row["processes"])
+        lines.append((row["id"], row["backend"], row["state"], sizes[0], sizes[1], cpu, processes, *sizes[2:]))
+    _print_table(lines)
 
 
 @app.command("ls")
@@ -57,17 +134,12 @@ def list_sandboxes(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("sandbox", "backend", "state", "owner", "age", "time left", "labels", box=None)
+    lines: list[tuple[str, ...]] = [("sandbox", "backend", "state", "owner", "age", "time left", "labels")]
     for row in rows:
         labels = " ".join(f"{key}={value}" for key, value in row["labels"].items())
         left = "" if row["time_left"] is None else _span(row["time_left"])
-        cells = (row["id"], row["backend"], row["state"], row["owner"], _span(row["age"]), left, labels)
-        table.add_row(*(escape(cell) for cell in cells))
-    Console(soft_wrap=True).print(table if rows else "no sandboxes")
+        lines.append((row["id"], row["backend"], row["state"], row["owner"], _span(row["age"]), left, labels))
+    _print_table(lines)
 
 
 @app.command()
@@ -94,7 +166,11 @@ def execute(
     stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it standard input.")] = False,
     backend: BackendName = None,
 ) -> None:
-    """Run a command in a sandbox that runs, and end with its exit status."""
+    """Run a command in a sandbox that runs, and end with its exit status. A `--` before the command is optional."""
+    if command[0] == "--":
+        command = command[1:]
+    if not command:
+        raise ConfigError("there is no command: agentkit sandbox exec ID COMMAND...")
     raise typer.Exit(run(_execute(id, command, timeout, cwd, stdin, backend)))
 
 
@@ -199,14 +275,80 @@ async def _backends(name: str | None) -> AsyncIterator[list[Backend]]:
 
 
 @contextlib.asynccontextmanager
-async def _home_of(id: str, name: str | None) -> AsyncIterator[Backend]:
-    """The back end that has sandbox ``id``. Raises ``SandboxLost`` if none does."""
+async def _home_of(id: str, name: str | None, *, running: bool = False) -> AsyncIterator[Backend]:
+    """The back end that has sandbox ``id``. Raises ``SandboxLost`` if none does, or, with ``running``, if it has ended;
+    ``InvalidTransition`` if it is paused then."""
     async with _backends(name) as backends:
-        for backend in backends:
+        home = await _find(id, backends)
+        if running and (state := (await home.inspect(id)).state) != "running":
+            kind = InvalidTransition if state == "paused" else SandboxLost
+            raise kind(f"sandbox {id} is {state}: it takes no commands")
+        yield home
+
+
+async def _find(id: str, backends: list[Backend]) -> Backend:
+    """The back end that has sandbox ``id``. Raises ``SandboxLost``, ``EngineUnavailable``."""
+    from agentkit.sandboxes import paths
+
+    problem: AgentkitError | None = None
+    for backend in backends if paths.is_id(id) else ():
+        try:
             if (await backend.inspect(id)).state != "absent":
-                yield backend
-                return
-    raise SandboxLost(f"there is no sandbox {id} here; `agentkit sandbox ls` shows those that there are")
+                return backend
+        except EngineUnavailable as error:
+            problem = error
+    raise problem or SandboxLost(f"there is no sandbox {id} here; `agentkit sandbox ls` shows those that there are")
+
+
+async def _remove(ids: list[str], name: str | None) -> list[str]:
+    """Remove them; returns what went wrong."""
+    from agentkit.sandboxes.sweep import remove_all
+
+    problems: list[str] = []
+    async with _backends(name) as backends:
+        for id in dict.fromkeys(ids):
+            try:
+                home = await _find(id, backends)
+            except AgentkitError as error:
+                problems.append(str(error))
+                continue
+            report = await remove_all(home, {id: "asked for"})
+            problems += [f"{id}: {problem}" for problem in report.failed.values()]
+            for removed in report.removed:
+                typer.echo(removed)
+    return problems
+
+
+async def _stats(ids: list[str], name: str | None) -> list[dict[str, Any]]:
+    from agentkit.sandboxes.sweep import owned
+
+    async with _backends(name) as backends:
+        if ids:
+            homes = [(await _find(id, backends), id) for id in dict.fromkeys(ids)]
+        else:
+            homes = [(backend, each.id) for backend in backends for each in await owned(backend)]
+        return list(await asyncio.gather(*[_row_of_stats(backend, id) for backend, id in homes]))
+
+
+async def _row_of_stats(backend: Backend, id: str) -> dict[str, Any]:
+    """What one sandbox uses; nothing where it does not run, or does not answer."""
+    from agentkit.sandboxes.types import Stats
+
+    used = Stats(None, None, None, None, None)
+    state = (await backend.inspect(id)).state
+    if state == "running":
+        try:
+            used = await asyncio.wait_for(_ask_for_stats(backend, id), _STATS_SECONDS)
+        except (SandboxError, asyncio.TimeoutError):
+            state = "silent"
+    return {"id": id, "backend": backend.name, "state": state, **dataclasses.asdict(used)}
+
+
+async def _ask_for_stats(backend: Backend, id: str) -> Stats:
+    from agentkit.sandboxes import Sandbox
+
+    async with await Sandbox.connect(id, backend=backend) as box:
+        return await box.stats()
 
 
 async def _rows(name: str | None) -> list[dict[str, Any]]:
@@ -219,10 +361,7 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
             for each in await owned(backend):
                 record = records.read(each.id)
                 left = None if record is None or record.deadline is None else record.deadline - lease.now()
-                prefix = "agentkit.user."
-                labels = {
-                    key[len(prefix) :]: text for key, text in each.observed.labels.items() if key.startswith(prefix)
-                }
+                labels = each.observed.labels
                 rows.append(
                     {
                         "id": each.id,
@@ -232,7 +371,7 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
                         "lease": each.run,
                         "age": time.time() - (each.observed.created or time.time()),
                         "time_left": left,
-                        "labels": {key[len(_USER) :]: text for key, text in labels if key.startswith(_USER)},
+                        "labels": {key[len(_USER) :]: text for key, text in labels.items() if key.startswith(_USER)},
                     }
                 )
     return rows
@@ -241,7 +380,7 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
 async def _execute(id: str, command: list[str], timeout: float, cwd: str | None, stdin: bool, name: str | None) -> int:
     from agentkit.sandboxes import Sandbox
 
-    async with _home_of(id, name) as home, await Sandbox.connect(id, backend=home) as box:
+    async with _home_of(id, name, running=True) as home, await Sandbox.connect(id, backend=home) as box:
         process = await box.spawn(command, timeout=timeout, cwd=cwd)
         write = {"stdout": _writer(sys.stdout), "stderr": _writer(sys.stderr)}
         feeding = asyncio.ensure_future(_feed(process, stdin))
@@ -311,23 +450,66 @@ def _policy(path: Path | None) -> dict[str, Any]:
     """The server's rules from a file. Raises ``ConfigError``."""
     if path is None:
         return {}
-    import yaml
-    from pydantic import ValidationError
+    content = _yaml(path)
+    if not content.keys() <= {"policy", "limits"}:
+        raise ConfigError(f"{path} must have the keys policy and limits, and no others")
+    kinds = {"policy": "Policy", "limits": "Limits"}
+    return {name: _checked(kinds[name], values, path) for name, values in content.items()}
 
-    from agentkit.sandboxes.server_policy import Limits, Policy
+
+def _yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a file. Raises ``ConfigError``."""
+    import yaml
 
     try:
         content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict) or not content.keys() <= {"policy", "limits"}:
-        raise ConfigError(f"{path} must have the keys policy and limits, and no others")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold names and values")
+    return content
+
+
+def _checked(kind: str, values: object, origin: object) -> Any:
+    """``values`` as a ``SandboxSpec``, ``Policy`` or ``Limits``. Raises ``ConfigError``."""
+    from pydantic import ValidationError
+
+    from agentkit.sandboxes.server_policy import Limits, Policy
+    from agentkit.sandboxes.spec import SandboxSpec
+
+    kinds = {"SandboxSpec": SandboxSpec, "Policy": Policy, "Limits": Limits}
     try:
-        made = {"policy": Policy, "limits": Limits}
-        return {name: made[name].model_validate_json(json.dumps(values)) for name, values in content.items()}
+        return kinds[kind].model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"{path}: {problems}") from None
+        raise ConfigError(f"{origin}: {problems}") from None
+
+
+def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
+    """``NAME=VALUE`` words. Raises ``ConfigError``."""
+    pairs = [word.partition("=") for word in words or ()]
+    for name, sign, _ in pairs:
+        if not name or not sign:
+            raise ConfigError(f"{option} takes NAME=VALUE, not {name!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _print_table(lines: list[tuple[str, ...]]) -> None:
+    """Print lines below their header in columns. Nothing is cut to the terminal's width: ids are there to be copied."""
+    cells = [[printable(cell).replace("\n", " ") for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells if len(lines) > 1 else [["no sandboxes"]]:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip())
+
+
+def _size(count: int | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return ""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def _span(seconds: float) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from local_harness import left_of, runtime_directory
 from owner_harness import PATIENCE, OwnerProcess, owner, until
@@ -91,12 +92,120 @@ def test_interrupting_a_command_ends_it_inside(owner: Owner) -> None:
     until(lambda: agentkit("exec", *HERE, id, "pgrep", "-f", "sleep 12345").returncode == 1, "the command has ended")
 
 
-@pytest.mark.parametrize("words", [["logs", "ak-0000000000000000"], ["exec", "ak-0000000000000000", "true"]])
-def test_a_sandbox_that_there_is_not(words: list[str]) -> None:
-    result = agentkit(words[0], "--backend", "local", *words[1:])
+@pytest.mark.parametrize(
+    ("words", "id"),
+    [
+        (["logs"], "ak-0000000000000000"),
+        (["logs"], "nonsense"),
+        (["exec", "true"], "ak-0000000000000000"),
+        (["exec", "true"], "../../etc"),
+        (["stats"], "ak-1"),
+        (["rm"], ""),
+    ],
+)
+def test_a_sandbox_that_there_is_not(words: list[str], id: str) -> None:
+    result = agentkit(words[0], "--backend", "local", id, *words[1:])
     assert result.returncode == 1
     assert b"agentkit sandbox ls" in result.stderr
-    assert b"Traceback" not in result.stderr
+    assert result.stderr.count(b"\n") == 1
+
+
+def made(*options: str, backend: str = "local") -> str:
+    result = agentkit("create", "--backend", backend, "--ttl", "600", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(b"ak-")
+    return result.stdout.decode().strip()
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_sandbox_from_its_making_to_its_removal(tmp_path: Path) -> None:
+    rules = tmp_path / "spec.yaml"
+    rules.write_text("resources: {tmp: 8m, shm: 1m, workspace: 16m, memory: 1g}\nlabels: {run: x, team: y}\n")
+    words = ["--spec", str(rules), "--memory", "256m", "--label", "run=7", "--env", "GREETING=hi"]
+    id = made(*words)
+    try:
+        (row,) = [row for row in json.loads(agentkit("ls", "--json", *HERE).stdout) if row["id"] == id]
+        assert row["labels"] == {"run": "7", "team": "y"}
+        assert 500 < row["time_left"] < 600
+        shown = agentkit("ls", *HERE).stdout.decode()
+        assert id in shown
+        assert "run=7" in shown
+        result = agentkit("exec", *HERE, id, "--", "sh", "-c", 'echo $GREETING "$@"; exit 5', "sh", "-x", "--", "a b")
+        assert (result.returncode, result.stdout, result.stderr) == (5, b"hi -x -- a b\n", b"")
+        assert agentkit("exec", *HERE, id, "--").returncode == 2
+        (used,) = json.loads(agentkit("stats", "--json", *HERE, id).stdout)
+        assert (used["id"], used["state"]) == (id, "running")
+        assert used["workspace_size"] == 16 << 20
+        assert "16.0 MiB" in agentkit("stats", *HERE).stdout.decode()
+        # Told of both, in one line each; what there is goes all the same.
+        result = agentkit("rm", *HERE, id, "ak-0000000000000000")
+        assert (result.returncode, result.stdout) == (1, f"{id}\n".encode())
+        assert result.stderr.count(b"\n") == 1
+        assert not left_of(id)
+        until(lambda: not runs(int(row["owner"].removeprefix("pid "))), "the process that owned it has ended")
+        assert agentkit("exec", *HERE, id, "true").returncode == 1
+    finally:
+        agentkit("rm", *HERE, id)
+
+
+def test_what_cannot_be_made_says_so_in_a_line() -> None:
+    for status, words in [
+        (2, ["--backend", "nonsense"]),
+        (2, [*HERE, "--memory", "much"]),
+        (2, [*HERE, "--memory", "1m"]),
+        (2, [*HERE, "--env", "NAME"]),
+        (2, [*HERE, "--spec", "/nowhere"]),
+        (1, [*HERE, "--network", "bridge"]),
+    ]:
+        result = agentkit("create", *words)
+        assert (result.returncode, result.stdout) == (status, b""), words
+        assert result.stderr.count(b"\n") == 1, result.stderr
+        assert result.stderr.startswith(b"error: ")
+
+
+@pytest.mark.docker
+def test_a_docker_sandbox_by_the_same_commands() -> None:
+    id = made("--label", "run=8", backend="docker")
+    try:
+        rows = {row["id"]: row for row in json.loads(agentkit("ls", "--json", "--backend", "docker").stdout)}
+        assert rows[id]["labels"] == {"run": "8"}
+        # Without --backend it is found wherever it is on this machine.
+        assert agentkit("exec", id, "--", "sh", "-c", "exit 3").returncode == 3
+        assert agentkit("exec", "--timeout", "0.5", id, "--", "sleep", "100").returncode == 124
+        assert json.loads(agentkit("stats", "--json", id).stdout)[0]["processes"] >= 1
+        assert agentkit("logs", id).returncode == 0
+    finally:
+        assert agentkit("rm", id).returncode == 0
+    assert id not in agentkit("ls", "--backend", "docker").stdout.decode()
+
+
+@pytest.mark.slow
+def test_a_remote_sandbox_by_the_same_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "agentkit", "sandbox", "serve", "--backend", "local", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        monkeypatch.setenv("AGENTKIT_SANDBOX_URL", server.stdout.readline().decode().split()[-1])
+        id = made("--label", "run=9", backend="remote")
+        there = ("--backend", "remote")
+        (row,) = json.loads(agentkit("ls", "--json", *there).stdout)
+        assert (row["id"], row["labels"]) == (id, {"run": "9"})
+        result = agentkit("exec", *there, id, "--", "sh", "-c", "echo far; exit 4")
+        assert (result.returncode, result.stdout) == (4, b"far\n")
+        assert json.loads(agentkit("stats", "--json", *there, id).stdout)[0]["state"] == "running"
+        result = agentkit("exec", *there, "nonsense", "true")
+        assert (result.returncode, result.stderr.count(b"\n")) == (1, 1)
+        assert agentkit("rm", *there, id).returncode == 0
+        assert json.loads(agentkit("ls", "--json", *there).stdout) == []
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(PATIENCE)
+        server.communicate()
 
 
 @pytest.mark.slow
@@ -125,7 +234,7 @@ def test_clearing_away(owner: Owner) -> None:
         ("policy: {imagse: []}", "policy.imagse|imagse"),
         ("limits: {sandboxes: none}", "sandboxes"),
         ("what: 1", "policy and limits"),
-        ("1", "policy and limits"),
+        ("1", "names and values"),
         ("[", "cannot be read"),
         (None, "cannot be read"),
     ],
