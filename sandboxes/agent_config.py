@@ -16,9 +16,9 @@ from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 from agentkit.sandboxes import wire
-from agentkit.sandboxes.paths import MOUNT
+from agentkit.sandboxes.paths import BUNDLE, MOUNT
 
-_SOURCE = Path(__file__).with_name("agent.py")
+SOURCE = Path(__file__).with_name("agent.py")
 _HEARTBEAT = 5.0
 _CONFIG = "config"
 
@@ -34,7 +34,7 @@ def read(fd):
             return b"".join(parts)
         parts.append(data)
 def compiled():
-    name = sys.argv[1] + "/agent."
+    name = sys.argv.pop(1) + "/agent."
     try:
         return read(posix.open(name + MAGIC_NUMBER.hex(), posix.O_RDONLY))
     except FileNotFoundError:
@@ -61,7 +61,7 @@ back."""
 @functools.cache
 def _program() -> Mapping[str, bytes]:
     """The agent as files of its directory: its source, and what this Python compiles it to."""
-    source = _SOURCE.read_bytes()
+    source = SOURCE.read_bytes()
     code = compile(source, f"{MOUNT}/agent.py", "exec", dont_inherit=True, optimize=2)
     return {"agent.py": source, f"agent.{MAGIC_NUMBER.hex()}": marshal.dumps(code)}
 
@@ -78,12 +78,13 @@ def prepare(
     idle_timeout: float | None,
     env: Mapping[str, str] | None = None,
     relay_port: int | None = None,
+    bundled: bool = False,
 ) -> None:
     """Write the agent and its settings into ``directory``, in place of those of an earlier start.
 
     ``idle_timeout``: seconds without its host after which the agent ends (None: never). ``env`` is added to the
     environment of every command. ``relay_port``: a port of 127.0.0.1 in the sandbox whose connections are carried to
-    the host. Raises ``ValueError`` if a value contains NUL.
+    the host. ``bundled``: the agent itself is in the bundle. Raises ``ValueError`` if a value contains NUL.
     """
     entries = {"nonce": nonce, **{f"env.{name}": value for name, value in (env or {}).items()}}
     if idle_timeout is not None:
@@ -91,7 +92,7 @@ def prepare(
     if relay_port is not None:
         entries["relay_port"] = str(relay_port)
     packed = wire.pack_strings([os.fsencode(f"{name}={value}") for name, value in entries.items()])
-    for name, data in {**_program(), _CONFIG: packed}.items():
+    for name, data in {**({} if bundled else _program()), _CONFIG: packed}.items():
         _put(directory / name, data)
 
 
@@ -123,7 +124,14 @@ def command(directory: str = MOUNT, python: str = "python3", lifeline: int | Non
 
     ``lifeline``: a descriptor that the agent inherits, and at whose end it ends.
     """
-    return [python, "-I", "-S", "-c", _LAUNCH, directory, *([] if lifeline is None else [str(lifeline)])]
+    ending = [] if lifeline is None else [str(lifeline)]
+    return [python, "-I", "-S", "-c", _LAUNCH, directory, directory, *ending]
+
+
+def bundled_command() -> list[str]:
+    """The command line of an agent in a container, where all that it needs of Python is in the bundle."""
+    python = [f"{BUNDLE}/ld.so", "--library-path", f"{BUNDLE}/lib", f"{BUNDLE}/py/bin/python3"]
+    return [*python, "-I", "-S", "-c", _LAUNCH, BUNDLE, MOUNT]
 
 
 def _put(path: Path, data: bytes) -> None:

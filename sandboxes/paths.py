@@ -20,6 +20,10 @@ from agentkit.errors import ConfigError
 MOUNT = "/run/agentkit"
 """Where a sandbox sees its own directory, read-only."""
 
+BUNDLES = "/agentkit"
+"""Where a container sees the interpreter of its agent, read-only."""
+BUNDLE = f"{BUNDLES}/agent"
+
 _ID = re.compile(r"ak-[0-9a-f]{16}")
 _RUN = re.compile(r"[0-9a-zA-Z-]{1,64}")
 

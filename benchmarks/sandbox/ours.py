@@ -22,6 +22,8 @@ import agentkit
 from agentkit.errors import SandboxLost
 from agentkit.sandboxes import Sandbox, SandboxPool, SandboxSpec, Supervisor, SyncSandbox
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.backends.docker_bundle import Bundle
+from agentkit.sandboxes.backends.docker_engine import Engine
 from agentkit.sandboxes.backends.docker_options import container
 from benchmarks.sandbox.figures import Figure, p, timed
 
@@ -96,13 +98,13 @@ async def exec_rate(boxes: list[Sandbox], client: DockerClient, seconds: float) 
 
 
 def mains(boxes: Sequence[Sandbox], client: DockerClient) -> list[psutil.Process]:
-    """The containers' inits: an agent is the only child, the engine's shim the parent."""
+    """The containers' main processes, which are the agents; the engine's shim is the parent."""
     return [psutil.Process(client.api.inspect_container(box.id)["State"]["Pid"]) for box in boxes]
 
 
 def agent_memory(boxes: Sequence[Sandbox], client: DockerClient) -> list[Figure]:
     """Of agents that have worked; only root can look."""
-    agents = [main.children()[0].memory_full_info() for main in mains(boxes, client)]
+    agents = [main.memory_full_info() for main in mains(boxes, client)]
     share, own, resident = (
         statistics.median(getattr(agent, name) for agent in agents) / 2**20 for name in ("pss", "uss", "rss")
     )
@@ -136,7 +138,8 @@ async def create(backend: Backend, client: DockerClient, count: int) -> list[Fig
     """Sandboxes until they are ready to work, and the same containers, without an agent, until they are started."""
 
     def bare(directory: str) -> float:
-        body = container(SandboxSpec(), SandboxSpec().image, directory, {}, "exec", ())
+        body = container(SandboxSpec(), SandboxSpec().image, directory, {}, Bundle(Engine()).volume)
+        body["Entrypoint"] = ["sleep", "3600"]
         begin = time.perf_counter()
         made = client.api.create_container_from_config(body)
         client.api.start(made)

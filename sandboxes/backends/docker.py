@@ -1,8 +1,8 @@
 """Sandboxes as containers of a Docker engine (20.10 or newer), hardened, with our agent inside.
 
 Invariant: what ``create`` made is gone when it fails or is cancelled, and nothing else is ever touched: a container
-counts as a sandbox only by its label, whatever its name. The main process is the agent; where an image has no Python
-for it, it is a shell that waits, and the engine's own exec is the way in.
+counts as a sandbox only by its label, whatever its name. The main process is the agent, which needs nothing of the
+image that it runs in.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends import docker_options as options
 from agentkit.sandboxes.backends import docker_snapshots as snapshots
+from agentkit.sandboxes.backends.docker_bundle import Bundle
 from agentkit.sandboxes.backends.docker_engine import Engine, Refused
-from agentkit.sandboxes.backends.docker_exec import DockerExecChannel
 from agentkit.sandboxes.backends.docker_eyes import LOG_TAIL, Eyes, definition, observed
 from agentkit.sandboxes.backends.docker_images import Image, Images
 from agentkit.sandboxes.spec import SandboxSpec
@@ -37,13 +37,6 @@ from agentkit.sandboxes.types import BackendEvent, Observed, Snapshot
 
 _ATTACH_TIMEOUT = 15.0
 _REMOVAL_ATTEMPTS = 5
-_NO_PYTHON = (b"SyntaxError", b"ModuleNotFoundError", b"ImportError", b"No module named", b"EOFError")
-
-DockerChannel = AgentChannel | DockerExecChannel
-
-
-class _NoPython(Exception):
-    """The image has no Python that the agent runs with."""
 
 
 class DockerBackend(Backend):
@@ -55,8 +48,8 @@ class DockerBackend(Backend):
         self.engine = Engine(host)
         self._eyes = Eyes(self.engine)
         self._images = Images(self.engine)
-        self._without_python: set[str] = set()
-        self._channels: dict[str, DockerChannel] = {}
+        self._bundle = Bundle(self.engine)
+        self._channels: dict[str, AgentChannel] = {}
 
     def recipe(self) -> Mapping[str, Any]:
         return {"host": self.engine.host}
@@ -85,19 +78,10 @@ class DockerBackend(Backend):
     async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Channel:
         self.check(spec)
         image = await self._images.ensure(spec)
-        if image.id not in self._without_python:
-            try:
-                return await self._make(id, spec, labels, image, "agent")
-            except _NoPython:
-                self._without_python.add(image.id)
-        return await self._make(id, spec, labels, image, "exec")
-
-    async def _make(
-        self, id: str, spec: SandboxSpec, labels: Mapping[str, str], image: Image, transport: options.Transport
-    ) -> DockerChannel:
-        marks = options.labels(id, spec, transport, time.time(), labels)
+        bundle = await self._bundle.ensure()
+        marks = options.labels(id, spec, time.time(), labels)
         directory = paths.make_sandbox_directory(id)
-        body = options.container(spec, image.id, str(directory), marks, transport, image.volumes)
+        body = options.container(spec, image.id, str(directory), marks, bundle, image.volumes, image.environment)
         try:
             await self._change(
                 "create",
@@ -105,44 +89,38 @@ class DockerBackend(Backend):
                 lambda client: client.create_container_from_config(body, name=id),
                 missing=ImageError(f"image {spec.image} was removed while sandbox {id} was made", image=spec.image),
             )
-            return await self._run(id, spec, transport, "start", lambda client: client.start(id))
+            return await self._run(id, spec, image, "start", lambda client: client.start(id))
         except BaseException as error:
             if isinstance(error, Refused) and error.status == 409:  # somebody else's, of that name
                 raise
             await finished(self._clear(id, marks))
             raise
 
-    async def _run(
-        self, id: str, spec: SandboxSpec, transport: options.Transport, phase: str, start: Any
-    ) -> DockerChannel:
-        """Start the main process, by ``start``, and connect. Raises ``StartTimeout``, ``_NoPython``."""
+    async def _run(self, id: str, spec: SandboxSpec, image: Image | None, phase: str, start: Any) -> AgentChannel:
+        """Start the main process, by ``start``, and connect. Raises ``StartTimeout``."""
         deadline = time.monotonic() + spec.start_timeout
-        isolation = _isolation(spec)
-        if transport == "exec":
-            if spec.network.mode == "allow":
-                raise UnsupportedFeature(
-                    f"network=allow needs Python 3.8 or newer in the image, and {spec.image} has none"
-                )
-            await self._change(phase, id, start)
-            channel = DockerExecChannel(self.engine, id, spec, isolation, self._eyes.death)
+        nonce, directory = agent_config.new_nonce(), paths.sandbox_directory(id)
+        agent_config.prepare(
+            directory,
+            nonce,
+            idle_timeout=spec.idle_timeout,
+            env={**options.loader_variables(image.environment if image else ()), **egress.environment(spec)},
+            relay_port=egress.relay_port(spec),
+            bundled=True,
+        )
+        async with await agent_channel.listen(
+            directory, nonce, isolation=_isolation(spec), workdir=spec.workdir
+        ) as door:
             try:
-                await self._answer(id, channel, deadline)
-            except BaseException:
-                await finished(channel.close())
-                raise
-        else:
-            nonce, directory = agent_config.new_nonce(), paths.sandbox_directory(id)
-            agent_config.prepare(
-                directory,
-                nonce,
-                idle_timeout=spec.idle_timeout,
-                env=egress.environment(spec),
-                relay_port=egress.relay_port(spec),
-            )
-            async with await agent_channel.listen(directory, nonce, isolation=isolation, workdir=spec.workdir) as door:
                 await self._change(phase, id, start)
-                channel = await self._agent(id, door, deadline)
-            egress.start(channel, spec.network)
+            except SandboxError as error:
+                if options.MAIN[0] not in str(error):
+                    raise
+                # Somebody removed the volume after it was made, or its making was broken off.
+                await self._bundle.ensure(again=True)
+                await self._change(phase, id, start)
+            channel = await self._agent(id, door, deadline)
+        egress.start(channel, spec.network)
         self._channels[id] = channel
         return channel
 
@@ -154,10 +132,6 @@ class DockerBackend(Backend):
             while not arrival.done():
                 await asyncio.wait({arrival}, timeout=pause)
                 if not arrival.done() and (ended := await self._ended_early(id, door)) is not None:
-                    if ended.details["exit_code"] in (126, 127) or any(
-                        word in ended.details["log"] for word in _NO_PYTHON
-                    ):
-                        raise _NoPython
                     raise ended
                 pause = min(2 * pause, 1.0)
             return arrival.result()
@@ -172,23 +146,7 @@ class DockerBackend(Backend):
         finally:
             arrival.cancel()
 
-    async def _answer(self, id: str, channel: DockerExecChannel, deadline: float) -> None:
-        """Wait until a sandbox without an agent runs a command."""
-        try:
-            await channel.ping(max(0.1, deadline - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise StartTimeout(
-                f"sandbox {id} did not run a command in time", phase="exec", log_tail=await self._eyes.log_tail(id)
-            ) from None
-        except SandboxError as error:
-            ended = await self._ended_early(id)
-            if ended is not None and ended.details["exit_code"] in (126, 127):
-                raise ImageError(
-                    "the image has neither Python 3.8 nor a shell at /bin/sh: nothing can be run in it", id=id
-                ) from error
-            raise ended or error from error
-
-    async def _ended_early(self, id: str, door: agent_channel.AgentListener | None = None) -> StartTimeout | None:
+    async def _ended_early(self, id: str, door: agent_channel.AgentListener) -> StartTimeout | None:
         seen = await self.inspect(id)
         if seen.state == "running":
             return None
@@ -197,15 +155,14 @@ class DockerBackend(Backend):
         return StartTimeout(
             f"the main process of sandbox {id} ended at once ({seen.state}, exit code {seen.exit_code}"
             f"{', out of memory' if seen.oom_killed else ''}): {tail.strip()[-500:] or 'it said nothing'}"
-            f"{door.refused if door is not None else ''}",
+            f"{door.refused}",
             phase="agent",
             log_tail=tail,
-            log=log,
             exit_code=seen.exit_code,
         )
 
     async def _clear(self, id: str, marks: Mapping[str, str]) -> None:
-        """Remove what one ``_make`` made; the reaper gets what an engine that is down keeps."""
+        """Remove what one ``create`` made; the reaper gets what an engine that is down keeps."""
         with contextlib.suppress(SandboxError):
             found = await self._eyes.find(id)
             if found is not None and found["Config"]["Labels"].get(options.CREATED) != marks[options.CREATED]:
@@ -232,13 +189,11 @@ class DockerBackend(Backend):
 
     async def attach(self, id: str) -> tuple[SandboxSpec, Channel]:
         found = await self._eyes.need(id)
-        spec, transport = definition(id, found)
+        spec = definition(id, found)
         if not found["State"]["Running"]:
             raise await self._eyes.lost(id, observed(id, found))
         if found["State"].get("Paused"):
             raise InvalidTransition(f"sandbox {id} is paused: resume it before you connect")
-        if transport == "exec":
-            return spec, DockerExecChannel(self.engine, id, spec, _isolation(spec), self._eyes.death)
         directory = paths.sandbox_directory(id)
         try:
             nonce = agent_config.nonce_of(directory)
@@ -255,7 +210,7 @@ class DockerBackend(Backend):
 
     async def restart(self, id: str) -> Channel:
         found = await self._eyes.need(id)
-        spec, transport = definition(id, found)
+        spec = definition(id, found)
         if (old := self._channels.pop(id, None)) is not None:
             old.lose("replaced")
 
@@ -266,10 +221,7 @@ class DockerBackend(Backend):
             client.wait(id, timeout=30)
             client.start(id)
 
-        try:
-            return await self._run(id, spec, transport, "restart", restart)
-        except _NoPython as error:
-            raise StartTimeout(f"the agent of sandbox {id} did not start again", phase="agent") from error
+        return await self._run(id, spec, await self._images.find(found["Image"]), "restart", restart)
 
     async def pause(self, id: str) -> None:
         await self._toggle(id, "pause", lambda client: client.pause(id))
@@ -329,13 +281,13 @@ class DockerBackend(Backend):
 
     async def snapshot(self, id: str, name: str) -> Snapshot:
         found = await self._eyes.need(id)
-        spec, _ = definition(id, found)
+        spec = definition(id, found)
         async with self._channel(id) as channel:
             return await snapshots.take(self.engine, channel, id, name, spec, found)
 
     async def restore(self, id: str, snapshot: Snapshot) -> None:
         found = await self._eyes.need(id)
-        spec, _ = definition(id, found)
+        spec = definition(id, found)
         async with self._channel(id) as channel:
             await snapshots.put_back(channel, spec, snapshot)
 
@@ -343,7 +295,7 @@ class DockerBackend(Backend):
         await snapshots.discard(self.engine, snapshot)
 
     @contextlib.asynccontextmanager
-    async def _channel(self, id: str) -> AsyncIterator[DockerChannel]:
+    async def _channel(self, id: str) -> AsyncIterator[AgentChannel]:
         """The channel that there is, or one for the moment."""
         channel = self._channels.get(id)
         if channel is not None and not channel.lost.done():

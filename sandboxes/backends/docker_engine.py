@@ -29,7 +29,7 @@ LINE_TIMEOUT = 600.0
 OLDEST_API = (1, 41)
 """Engine 20.10."""
 
-LaneName = Literal["life", "exec", "pull", "removal"]
+LaneName = Literal["life", "pull", "removal"]
 
 
 class Refused(SandboxError):
@@ -74,7 +74,6 @@ class Engine:
         # Starting a container is 0.1 s of computing for the engine: more at once only makes each slower.
         sizes: dict[LaneName, int] = {
             "life": max(2, cpus),
-            "exec": 2 * max(2, cpus),
             "pull": 4,
             "removal": max(2, cpus),
         }

@@ -106,11 +106,6 @@ class Eyes:
             return (await self.logs(id, LOG_TAIL)).decode("utf-8", "replace")
         return ""
 
-    async def death(self, id: str) -> SandboxLost | None:
-        """Why a sandbox is gone; None if it is there."""
-        seen = await self.inspect(id)
-        return None if seen.state in ("running", "paused") else await self.lost(id, seen)
-
     async def lost(self, id: str, seen: Observed) -> SandboxLost:
         """The error that says how a sandbox ended."""
         if seen.state == "absent":
@@ -157,10 +152,15 @@ def _seconds(text: str) -> float:
     return moment.timestamp() + (float(fraction[0]) if fraction else 0.0)
 
 
-def definition(id: str, found: Mapping[str, Any]) -> tuple[SandboxSpec, options.Transport]:
+def definition(id: str, found: Mapping[str, Any]) -> SandboxSpec:
     """What a sandbox was made from. Raises ``UnsupportedFeature`` if another version of agentkit made it."""
     labels = found["Config"]["Labels"]
+    if labels.get(options.TRANSPORT) == "exec":
+        raise UnsupportedFeature(
+            f"sandbox {id} was made by an older version of agentkit, which ran commands by `docker exec`: remove it and "
+            "create a new one"
+        )
     try:
-        return options.definition(labels), "exec" if labels.get(options.TRANSPORT) == "exec" else "agent"
+        return options.definition(labels)
     except ValueError as error:
         raise UnsupportedFeature(f"sandbox {id} was made by another version of agentkit: {error}") from error

@@ -26,6 +26,8 @@ class Image:
     id: str
     volumes: tuple[str, ...]
     """Paths that the image declares as volumes."""
+    environment: tuple[str, ...] = ()
+    """``NAME=value`` entries."""
 
 
 class Images:
@@ -37,7 +39,7 @@ class Images:
 
     async def ensure(self, spec: SandboxSpec) -> Image:
         """The image of ``spec``, pulled as it says. Raises ``ImageError``, ``EngineUnavailable``."""
-        found = None if spec.pull == "always" and not spec.image.startswith(OWN) else await self._find(spec.image)
+        found = None if spec.pull == "always" and not spec.image.startswith(OWN) else await self.find(spec.image)
         if found is not None:
             return found
         if spec.image.startswith(OWN):
@@ -48,7 +50,7 @@ class Images:
                 image=spec.image,
             )
         await self._pull(spec.image, spec.pull_timeout)
-        found = await self._find(spec.image)
+        found = await self.find(spec.image)
         if found is None:
             raise ImageError(f"image {spec.image} was pulled, but the engine does not have it", image=spec.image)
         return found
@@ -58,7 +60,8 @@ class Images:
         for pull in self._pulls.values():
             pull.cancel()
 
-    async def _find(self, name: str) -> Image | None:
+    async def find(self, name: str) -> Image | None:
+        """The image of this name or id that the engine has. Raises ``ImageError`` for a name that is none."""
         try:
             found: Mapping[str, Any] = await self._engine.call(
                 "inspect image", lambda client: client.inspect_image(name)
@@ -67,7 +70,8 @@ class Images:
             if error.status == 404:
                 return None
             raise ImageError(f"image {name!r} cannot be used: {error}", image=name) from error
-        return Image(found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
+        config = found.get("Config") or {}
+        return Image(found["Id"], tuple(config.get("Volumes") or ()), tuple(config.get("Env") or ()))
 
     async def _pull(self, name: str, timeout: float) -> None:
         if (pull := self._pulls.get(name)) is None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from agentkit.errors import UnsupportedFeature
 from agentkit.sandboxes import agent_config
-from agentkit.sandboxes.paths import MOUNT
+from agentkit.sandboxes.paths import BUNDLES, MOUNT
 from agentkit.sandboxes.spec import SandboxSpec
-
-Transport = Literal["agent", "exec"]
-"""How the host talks to a sandbox: through the agent, or through the engine's own exec."""
 
 MANAGED = "agentkit.managed"
 ID = "agentkit.id"
@@ -28,14 +25,13 @@ CREATED = "agentkit.created"
 DEFINITION = "agentkit.definition"
 """The whole specification, so that another process can connect."""
 TRANSPORT = "agentkit.transport"
+"""Of sandboxes that older versions made: ``exec`` if there is no agent in them."""
 
-MAIN: Mapping[Transport, tuple[str, ...]] = {
-    "agent": tuple(agent_config.command()),
-    # Something that waits for ever in every image with a shell, and lets itself be killed by its init.
-    "exec": ("/bin/sh", "-c", "while :; do sleep 3600 & wait $!; done"),
-}
+MAIN = tuple(agent_config.bundled_command())
 _PAGE = 4096
-_RESERVED = ("/dev", "/proc", "/sys", MOUNT)
+_RESERVED = ("/dev", "/proc", "/sys", MOUNT, BUNDLES)
+_LOADER = ("LD_", "GLIBC_TUNABLES=")
+"""Variables of an image that would act on the agent's loader."""
 
 
 def check(spec: SandboxSpec, runtimes: Iterable[str], cpus: int) -> None:
@@ -66,9 +62,12 @@ def check_mounts(sources: Mapping[str, str], secrets: Mapping[str, str]) -> None
                 raise UnsupportedFeature(f"mounts: {source} holds {what} ({path}): the sandbox would own the host")
 
 
-def labels(
-    id: str, spec: SandboxSpec, transport: Transport, created: float, given: Mapping[str, str]
-) -> dict[str, str]:
+def loader_variables(environment: Iterable[str]) -> dict[str, str]:
+    """What of an image's environment the agent must not be started with, and hands to commands."""
+    return dict(entry.split("=", 1) for entry in environment if entry.startswith(_LOADER) and "=" in entry)
+
+
+def labels(id: str, spec: SandboxSpec, created: float, given: Mapping[str, str]) -> dict[str, str]:
     """The container's labels: ours win over those ``given``."""
     return {
         CREATED: f"{created:.3f}",
@@ -78,7 +77,6 @@ def labels(
         ID: id,
         SPEC: spec.digest,
         DEFINITION: spec.model_dump_json(),
-        TRANSPORT: transport,
     }
 
 
@@ -92,22 +90,24 @@ def container(
     image: str,
     directory: str,
     labels: Mapping[str, str],
-    transport: Transport,
-    volumes: Iterable[str],
+    bundle: str,
+    volumes: Iterable[str] = (),
+    environment: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The body of the engine's request to create a container.
 
-    ``image`` is its id; ``directory`` the sandbox's on the host; ``volumes`` the paths that the image declares as such,
-    which the engine would otherwise make as unbounded, writable folders on the host's disk.
+    ``image`` is its id; ``directory`` the sandbox's on the host; ``bundle`` the volume with the agent's interpreter;
+    ``environment`` is the image's, and ``volumes`` the paths that it declares as such, which the engine would otherwise
+    make as unbounded, writable folders on the host's disk.
     """
     return {
         "Image": image,
-        "Entrypoint": list(MAIN[transport]),
+        "Entrypoint": list(MAIN),
         "Cmd": [],
         "User": spec.user,
         "WorkingDir": "/",
         "Hostname": "sandbox",
-        "Env": ["HOME=/tmp"],
+        "Env": ["HOME=/tmp", *(f"{name}=" for name in loader_variables(environment))],
         "Labels": dict(labels),
         "Tty": False,
         "OpenStdin": False,
@@ -115,11 +115,11 @@ def container(
         "AttachStderr": False,
         "Healthcheck": {"Test": ["NONE"]},
         "StopSignal": "SIGKILL",
-        "HostConfig": _host_config(spec, directory, volumes),
+        "HostConfig": _host_config(spec, directory, bundle, volumes),
     }
 
 
-def _host_config(spec: SandboxSpec, directory: str, volumes: Iterable[str]) -> dict[str, Any]:
+def _host_config(spec: SandboxSpec, directory: str, bundle: str, volumes: Iterable[str]) -> dict[str, Any]:
     resources = spec.resources
     config: dict[str, Any] = {
         "Init": False,
@@ -141,7 +141,7 @@ def _host_config(spec: SandboxSpec, directory: str, volumes: Iterable[str]) -> d
             {"Name": "core", "Soft": 0, "Hard": 0},
         ],
         "Tmpfs": tmpfs(spec),
-        "Mounts": _mounts(spec, directory, volumes),
+        "Mounts": _mounts(spec, directory, bundle, volumes),
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "1m", "max-file": "2"}},
         "RestartPolicy": {"Name": "no"},
         "AutoRemove": False,
@@ -165,8 +165,17 @@ def tmpfs(spec: SandboxSpec) -> dict[str, str]:
     }
 
 
-def _mounts(spec: SandboxSpec, directory: str, volumes: Iterable[str]) -> list[dict[str, Any]]:
-    mounts: list[dict[str, Any]] = [{"Type": "bind", "Source": directory, "Target": MOUNT, "ReadOnly": True}]
+def _mounts(spec: SandboxSpec, directory: str, bundle: str, volumes: Iterable[str]) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"Type": "bind", "Source": directory, "Target": MOUNT, "ReadOnly": True},
+        {
+            "Type": "volume",
+            "Source": bundle,
+            "Target": BUNDLES,
+            "ReadOnly": True,
+            "VolumeOptions": {"NoCopy": True},
+        },
+    ]
     for mount in spec.mounts:
         mounts.append({"Type": "bind", "Source": mount.source, "Target": mount.target, "ReadOnly": mount.read_only})
     if spec.readonly_root:

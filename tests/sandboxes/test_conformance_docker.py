@@ -1,4 +1,4 @@
-"""The Docker back end keeps the promises of all: by the agent, and by the engine's own exec."""
+"""The Docker back end keeps the promises of all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from conformance_life import LifeConformance
 from conformance_sessions import SessionsConformance
 from docker_boxes import WatchedDocker
 
-from agentkit.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
-
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=["agent", "exec"])
-async def backend(request: pytest.FixtureRequest, docker_backend: WatchedDocker) -> WatchedDocker:
-    if request.param == "exec":
-        image = await docker_backend._images.ensure(SandboxSpec(image=DEFAULT_IMAGE))
-        docker_backend._without_python.add(image.id)
+@pytest.fixture
+async def backend(docker_backend: WatchedDocker) -> WatchedDocker:
     return docker_backend
 
 

@@ -206,9 +206,6 @@ async def test_streams_of_garbage(tmp_path: Path, said: bytes) -> None:
     server = await asyncio.start_unix_server(garbage, tmp_path / "s")
     with pytest.raises(EngineUnavailable):
         await anext(docker_stream.events(str(tmp_path / "s"), "1.41", {}, 10))
-    if b"json" not in said:
-        with pytest.raises(EngineUnavailable):
-            await docker_stream.open_stream(str(tmp_path / "s"), "1.41", "1", 10)
     server.close()
 
 
@@ -218,29 +215,7 @@ async def test_a_silent_stream_ends_in_time(tmp_path: Path) -> None:
 
     async with Pretender(tmp_path / "s", silent):
         with pytest.raises(EngineUnavailable, match="did not answer"):
-            await docker_stream.open_stream(str(tmp_path / "s"), "1.41", "1", 0.2)
-
-
-async def test_an_exec_stream_is_taken_apart(tmp_path: Path) -> None:
-    def frame(stream: int, data: bytes) -> bytes:
-        return bytes([stream, 0, 0, 0]) + len(data).to_bytes(4, "big") + data
-
-    async def talk(request: str) -> bytes | None:
-        # The first output comes together with the head of the answer.
-        return b"HTTP/1.1 101 UPGRADED\r\n\r\n" + frame(1, b"a") + frame(2, b"") + frame(2, b"b" * 100_000) + b"\1\0\0"
-
-    async with Pretender(tmp_path / "s", talk) as engine:
-        stream = await docker_stream.open_stream(str(tmp_path / "s"), "1.41", "1", 10)
-        got = {"stdout": b"", "stderr": b""}
-        assert await stream.read() == ("stdout", b"a")
-        while len(got["stderr"]) < 100_000:
-            piece = await stream.read()
-            assert piece is not None
-            assert len(piece[1]) <= 1 << 16
-            got[piece[0]] += piece[1]
-        engine.writers[0].transport.abort()
-        assert await stream.read() is None
-        stream.close()
+            await anext(docker_stream.events(str(tmp_path / "s"), "1.41", {}, 0.2))
 
 
 # Threads

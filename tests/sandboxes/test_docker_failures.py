@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docker_boxes import SMALL, WatchedDocker, make, spec
+from docker_boxes import WatchedDocker, make, spec
 
 from agentkit.errors import (
     ImageError,
@@ -64,7 +64,7 @@ async def test_a_specification_that_the_engine_refuses(docker_backend: WatchedDo
 async def test_a_main_process_that_never_connects(
     docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _main(monkeypatch, "agent", "python3", "-c", "import time; print('waiting', flush=True); time.sleep(1000)")
+    _main(monkeypatch, "python3", "-c", "import time; print('waiting', flush=True); time.sleep(1000)")
     with pytest.raises(StartTimeout) as caught:
         await make(docker_backend, spec(start_timeout=15))
     assert caught.value.details["phase"] == "agent"
@@ -73,7 +73,7 @@ async def test_a_main_process_that_never_connects(
 
 @pytest.mark.fault(19)
 async def test_a_main_process_that_ends_at_once(docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch) -> None:
-    _main(monkeypatch, "agent", "python3", "-c", "print('alas'); raise SystemExit(3)")
+    _main(monkeypatch, "python3", "-c", "print('alas'); raise SystemExit(3)")
     with pytest.raises(StartTimeout, match="alas") as caught:
         await make(docker_backend)
     assert (caught.value.details["phase"], caught.value.details["exit_code"]) == ("agent", 3)
@@ -82,13 +82,13 @@ async def test_a_main_process_that_ends_at_once(docker_backend: WatchedDocker, m
 async def test_a_main_process_that_runs_out_of_memory(
     docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _main(monkeypatch, "agent", "python3", "-c", "x = bytearray(300_000_000)")
+    _main(monkeypatch, "python3", "-c", "x = bytearray(300_000_000)")
     with pytest.raises(StartTimeout, match="out of memory"):
         await make(docker_backend)
 
 
-def _main(monkeypatch: pytest.MonkeyPatch, transport: str, *argv: str) -> None:
-    monkeypatch.setattr(docker_options, "MAIN", {**docker_options.MAIN, transport: argv})
+def _main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
+    monkeypatch.setattr(docker_options, "MAIN", argv)
 
 
 Hook = Callable[[str], None]
@@ -112,14 +112,11 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook, Hook], None]:
     return install
 
 
-@pytest.mark.parametrize("transport", ["agent", pytest.param("exec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("delay", [0.0, 0.01])
 @pytest.mark.fault(19)
 async def test_cancelled_anywhere_nothing_is_left(
-    docker_backend: WatchedDocker, hooked: Callable[[Hook, Hook], None], transport: str, delay: float
+    docker_backend: WatchedDocker, hooked: Callable[[Hook, Hook], None], delay: float
 ) -> None:
-    if transport == "exec":
-        docker_backend._without_python.add((await docker_backend._images.ensure(SMALL)).id)
     calls = 0
     task: asyncio.Task[Any] | None = None
     target = 0
@@ -142,7 +139,7 @@ async def test_cancelled_anywhere_nothing_is_left(
         task = None
         assert await docker_backend.left() == []
     assert target > 2
-    assert asyncio.all_tasks() == {asyncio.current_task()} or transport == "exec"
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.fault(19)

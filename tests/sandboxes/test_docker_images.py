@@ -1,4 +1,4 @@
-"""Images without Python, without anything, and with volumes."""
+"""Images without Python, without anything, and with volumes; where the agent's Python comes from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from docker_boxes import SMALL, WatchedDocker, make, sh, spec
 
-from agentkit.errors import (
-    ImageError,
-    SandboxLost,
-)
+from agentkit.errors import CommandNotFound, ImageError, UnsupportedFeature
 from agentkit.sandboxes import paths
-from agentkit.sandboxes.backends.docker_exec import DockerExecChannel
+from agentkit.sandboxes.backends import docker_bundle
+from agentkit.sandboxes.backends import docker_options as options
 from agentkit.sandboxes.spec import DEFAULT_IMAGE
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -48,40 +46,112 @@ async def derived(docker_backend: WatchedDocker, tmp_path: Path) -> AsyncIterato
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
-    ["rm -f /usr/bin/python3*", "rm -rf /usr/lib/python3*", r"printf '#!/bin/sh\nexit 127' > /usr/bin/python3"],
+    [
+        "rm -f /usr/bin/python3*",
+        r"printf '#!/bin/sh\nexit 127' > /usr/bin/python3",
+        "rm -rf /usr/lib/python3* && echo /nowhere.so > /etc/ld.so.preload",
+    ],
 )
-async def test_without_python_the_engine_is_the_way_in(
+async def test_nothing_in_an_image_matters_to_the_agent(
     docker_backend: WatchedDocker, derived: Callable[..., Any], damage: str
 ) -> None:
-    image = await derived(f"FROM {DEFAULT_IMAGE}", "USER 0", f"RUN {damage}")
+    image = await derived(f"FROM {DEFAULT_IMAGE}", "USER 0", "ENV LD_PRELOAD=/no.so LD_DEBUG=", f"RUN {damage}")
     id, channel = await make(docker_backend, spec(image=image))
-    assert isinstance(channel, DockerExecChannel)
-    assert (await sh(channel, "echo hi; id -u")).stdout == "hi\n65534\n"
-    found, second = await docker_backend.attach(id)
-    assert found.image == image
-    assert (await sh(second, "echo two")).stdout == "two\n"
-    await second.close()
-    task = asyncio.ensure_future(sh(channel, "sleep 1000"))
-    await asyncio.sleep(1)
-    await docker_backend.engine.call("kill", lambda client: client.kill(id))
-    with pytest.raises(SandboxLost) as caught:
-        await asyncio.wait_for(task, 60)
-    assert caught.value.details["reason"] == "exited"
-    assert await asyncio.wait_for(channel.lost, 60) == "exited"
+    said = await sh(channel, "echo hi; id -u; echo $LD_PRELOAD", env={"LC_ALL": "C"})
+    assert said.stdout == "hi\n65534\n/no.so\n"
+    await channel.write("/workspace/d/file", b"data", 0o644)
+    parts = [part async for part in channel.pack(["/workspace"])]  # pyright: ignore[reportAttributeAccessIssue]
     again = await docker_backend.restart(id)
-    assert (await sh(again, "echo on")).stdout == "on\n"
+    await again.unpack(["/workspace"], pieces(parts))  # pyright: ignore[reportAttributeAccessIssue]
+    assert (await sh(again, "cat /workspace/d/file; echo $LD_PRELOAD")).stdout == "data/no.so\n"
+
+
+async def pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
 
 
 async def test_an_image_with_nothing_in_it(docker_backend: WatchedDocker, derived: Callable[..., Any]) -> None:
     image = await derived("FROM scratch", "COPY Dockerfile /Dockerfile", 'CMD ["/none"]')
-    with pytest.raises(ImageError, match="neither Python"):
-        await make(docker_backend, spec(image=image))
+    _, channel = await make(docker_backend, spec(image=image))
+    assert (await channel.read("/Dockerfile", 1000)).startswith(b"FROM scratch")
+    await channel.write("/workspace/new", b"data", 0o600)
+    assert [info.path for info in await channel.list("/workspace")] == ["/workspace/new"]
+    with pytest.raises(CommandNotFound):
+        await sh(channel, "true")
+
+
+async def test_a_bundle_that_is_gone_or_not_whole_is_made_again(
+    docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = docker_backend._bundle
+    monkeypatch.setattr(bundle, "volume", f"agentkit-test-{paths.new_id()}")
+    engine = docker_backend.engine
+
+    async def remove() -> None:
+        await docker_backend.clear()
+        await engine.call("remove", lambda client: client.remove_volume(bundle.volume), changes=True)
+
+    made = await asyncio.gather(*(make(docker_backend) for _ in range(3)))
+    assert [(await sh(channel, "echo hi")).stdout for _, channel in made] == ["hi\n"] * 3
+    assert (await sh(made[0][1], "touch /agentkit/x /agentkit/agent/x")).exit_code == 1
+    owners = (await sh(made[0][1], "find /agentkit ! -user 0 -o -perm /022 ! -type l")).stdout
+    assert owners == ""
+    await remove()  # and this process believes that it is there
+    _, channel = await make(docker_backend)
+    assert (await sh(channel, "echo hi")).stdout == "hi\n"
+    await remove()
+    await engine.call("create", lambda client: client.create_volume(bundle.volume), changes=True)
+    other = WatchedDocker()  # which finds it empty
+    await other.start()
+    monkeypatch.setattr(other._bundle, "volume", bundle.volume)
+    _, channel = await make(other)
+    assert (await sh(channel, "echo hi")).stdout == "hi\n"
+    await other.clear()
+    await other.close()
+    await remove()
+
+
+async def test_without_an_image_to_make_a_bundle_of_the_remedy_is_told(
+    docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_backend._bundle, "volume", f"agentkit-test-{paths.new_id()}")
+    monkeypatch.setattr(docker_bundle, "SOURCES", ("agentkit/none",))
+    with pytest.raises(ImageError, match="agentkit sandbox build"):
+        await make(docker_backend)
+
+
+async def test_a_sandbox_of_the_older_transport_is_told_apart_and_can_be_removed(docker_backend: WatchedDocker) -> None:
+    id = paths.new_id()
+    docker_backend.asked.add(id)
+    body = {
+        "Image": DEFAULT_IMAGE,
+        "Entrypoint": ["sleep", "1000"],
+        "Labels": options.labels(id, SMALL, 1.0, {"agentkit.test": id}) | {"agentkit.transport": "exec"},
+    }
+
+    def start(client: Any) -> None:
+        client.create_container_from_config(body, name=id)
+        client.start(id)
+
+    await docker_backend.engine.call("create", start, changes=True)
+    assert [(seen.id, seen.state) for seen in await docker_backend.list({"agentkit.test": id})] == [(id, "running")]
+    for use in (docker_backend.attach, docker_backend.restart):
+        with pytest.raises(UnsupportedFeature, match=r"older version of agentkit.*remove it and create a new one"):
+            await use(id)
+    await docker_backend.remove(id)
+    assert (await docker_backend.inspect(id)).state == "absent"
 
 
 async def test_volumes_of_an_image_are_no_way_out(docker_backend: WatchedDocker, derived: Callable[..., Any]) -> None:
+
+    async def volumes() -> set[str]:
+        found = await docker_backend.engine.call("volumes", lambda client: client.volumes(filters={"dangling": True}))
+        return {volume["Name"] for volume in found["Volumes"] or ()}
+
+    before = await volumes() | {docker_backend._bundle.volume}
     image = await derived(
         f"FROM {DEFAULT_IMAGE}", "USER 0", "RUN mkdir -m 777 /data /workspace/x; echo kept > /data/file",
         "VOLUME /data", "VOLUME /workspace", "HEALTHCHECK CMD false", 'ENTRYPOINT ["/bin/false"]', "USER 0",
@@ -91,5 +161,4 @@ async def test_volumes_of_an_image_are_no_way_out(docker_backend: WatchedDocker,
     await sh(channel, "head -c 30000000 /dev/zero > /workspace/big")
     assert (await channel.stats()).workspace_size == SMALL.resources.workspace
     await docker_backend.clear()
-    volumes = await docker_backend.engine.call("volumes", lambda client: client.volumes(filters={"dangling": True}))
-    assert not volumes["Volumes"]
+    assert await volumes() <= before

@@ -13,7 +13,7 @@ from agentkit.sandboxes.spec import Mount, Network, Resources, SandboxSpec
 
 
 def body(spec: SandboxSpec | None = None, volumes: tuple[str, ...] = ()) -> dict[str, Any]:
-    return options.container(spec or SandboxSpec(), "sha256:1", "/run/x/ak-1", {"a": "b"}, "agent", volumes)
+    return options.container(spec or SandboxSpec(), "sha256:1", "/run/x/ak-1", {"a": "b"}, "bundle", volumes)
 
 
 def test_everything_is_hardened_by_default() -> None:
@@ -33,7 +33,11 @@ def test_everything_is_hardened_by_default() -> None:
     assert host["LogConfig"]["Config"] == {"max-size": "1m", "max-file": "2"}
     assert host["Mounts"] == [
         {"Type": "bind", "Source": "/run/x/ak-1", "Target": "/run/agentkit", "ReadOnly": True},
-    ]
+        {
+            "Type": "volume", "Source": "bundle", "Target": "/agentkit", "ReadOnly": True,
+            "VolumeOptions": {"NoCopy": True},
+        },
+    ]  # fmt: skip
     assert not {"PidMode", "Binds", "Devices", "PortBindings", "Runtime"} & host.keys()
     json.dumps(made)
 
@@ -71,7 +75,7 @@ def test_each_field_loosens_what_it_names() -> None:
     assert host["Runtime"] == "runsc"
     assert host["DeviceRequests"] == [{"Count": 2, "Capabilities": [["gpu"]]}]
     assert host["NanoCpus"] == 5 * 10**8
-    assert host["Mounts"][1] == {"Type": "bind", "Source": "/srv/data", "Target": "/data", "ReadOnly": True}
+    assert host["Mounts"][2] == {"Type": "bind", "Source": "/srv/data", "Target": "/data", "ReadOnly": True}
     assert host["SecurityOpt"] == ["no-new-privileges"]
 
 
@@ -81,9 +85,16 @@ def test_an_allow_list_is_no_network_of_the_engines() -> None:
 
 def test_volumes_of_an_image_are_read_only_unless_the_root_is_not() -> None:
     mounts = body(volumes=("/data/", "/tmp", "/workspace"))["HostConfig"]["Mounts"]
-    assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in mounts[1:]] == [("tmpfs", "/data", True)]
-    assert mounts[1]["TmpfsOptions"]["SizeBytes"] > 0
-    assert len(body(SandboxSpec(readonly_root=False), ("/data",))["HostConfig"]["Mounts"]) == 1
+    assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in mounts[2:]] == [("tmpfs", "/data", True)]
+    assert mounts[2]["TmpfsOptions"]["SizeBytes"] > 0
+    assert len(body(SandboxSpec(readonly_root=False), ("/data",))["HostConfig"]["Mounts"]) == 2
+
+
+def test_what_an_image_tells_loaders_is_not_told_the_agents() -> None:
+    environment = ("PATH=/bin", "LD_PRELOAD=/x=y.so", "GLIBC_TUNABLES=a", "LD_BROKEN", "OLD_PATH=1")
+    made = options.container(SandboxSpec(), "sha256:1", "/run/x/ak-1", {}, "bundle", (), environment)
+    assert made["Env"] == ["HOME=/tmp", "LD_PRELOAD=", "GLIBC_TUNABLES="]
+    assert options.loader_variables(environment) == {"LD_PRELOAD": "/x=y.so", "GLIBC_TUNABLES": "a"}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +105,7 @@ def test_volumes_of_an_image_are_read_only_unless_the_root_is_not() -> None:
         ({"workdir": "/proc/self/fd/7"}, "workdir"),
         ({"workdir": "/work/../etc"}, "workdir"),
         ({"workdir": "/run/agentkit/x"}, "workdir"),
+        ({"workdir": "/agentkit"}, "workdir"),
         ({"mounts": (Mount(source="/srv", target="/dev/x"),)}, "mounts"),
         ({"mounts": (Mount(source="/srv", target="/"),)}, "mounts"),
     ],
@@ -116,7 +128,7 @@ def test_no_mount_gives_the_host_away(real: str) -> None:
 
 def test_labels_are_ours_and_hold_the_whole_specification() -> None:
     spec = SandboxSpec(labels={"task": "7"}, env={"A": "ü\n"}, ready=("true",))
-    marks = options.labels("ak-1", spec, "exec", 12.5, {"agentkit.owner": "me", "agentkit.managed": "0"})
+    marks = options.labels("ak-1", spec, 12.5, {"agentkit.owner": "me", "agentkit.managed": "0"})
     assert marks["agentkit.managed"] == "1"
     assert marks["agentkit.id"] == "ak-1"
     assert marks["agentkit.owner"] == "me"

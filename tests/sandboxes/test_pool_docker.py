@@ -22,7 +22,7 @@ from private_engine import PrivateEngine, may_run_one, private_engine
 from requiring import require
 
 from agentkit.errors import BreakerOpen, PoolExhausted, ProtocolError, SandboxError, SandboxLost, StartTimeout
-from agentkit.sandboxes import agent_config, living, paths, wire
+from agentkit.sandboxes import living, paths, wire
 from agentkit.sandboxes.backends import docker_options
 from agentkit.sandboxes.backends.docker import DockerBackend
 from agentkit.sandboxes.backends.docker_engine import Engine
@@ -377,8 +377,8 @@ LIES = {
 async def test_15_the_agent_speaks_garbage(docker_backend, monkeypatch, lie):
     def pretend(nonce: bytes) -> None:
         hello = wire.encode(wire.Kind.HELLO, 0, wire.pack(wire.VERSION, nonce, b"boot"))
-        main = [*agent_config.command()[:4], LIAR, paths.MOUNT, hello.hex(), LIES[lie].hex()]
-        monkeypatch.setattr(docker_options, "MAIN", {**docker_options.MAIN, "agent": tuple(main)})
+        main = ["python3", "-I", "-S", "-c", LIAR, paths.MOUNT, hello.hex(), LIES[lie].hex()]
+        monkeypatch.setattr(docker_options, "MAIN", tuple(main))
 
     pretend(b"N" * 32)
     box = await Sandbox.create(SPEC, backend=docker_backend)
