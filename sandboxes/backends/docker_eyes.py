@@ -157,8 +157,8 @@ def definition(id: str, found: Mapping[str, Any]) -> SandboxSpec:
     labels = found["Config"]["Labels"]
     if labels.get(options.TRANSPORT) == "exec":
         raise UnsupportedFeature(
-            f"sandbox {id} was made by an older version of agentkit, which ran commands by `docker exec`: remove it and "
-            "create a new one"
+            f"sandbox {id} was made by an older version of agentkit, which ran commands by `docker exec`: remove it "
+            "and create a new one"
         )
     try:
         return options.definition(labels)
