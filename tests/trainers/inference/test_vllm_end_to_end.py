@@ -16,6 +16,7 @@ import httpx
 import pytest
 from requiring import require
 
+from agentkit.records import iterate_trajectories
 from agentkit.trainers.models.quickstart import build_quickstart
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -24,11 +25,12 @@ REMEDY = "run .ci/vllm, which makes an environment with vLLM and runs these test
 
 CONFIG = """
 env: {id: FrozenLake-v1, max_turns: 3}
-steps: 2
-engine: {kind: vllm, max_batch: 8, max_context: 1024, threads: 1}
-rollout: {groups: 2, group_size: 4, max_tokens: 8, in_flight: continue, async_ratio: 1}
-evaluation: {episodes: 4}
+steps: 4
+engine: {kind: vllm, max_batch: 8, max_context: 1024, threads: 1, options: {max_num_batched_tokens: 128}}
+rollout: {groups: 2, group_size: 4, max_tokens: 8, async_ratio: 1}
+evaluation: {episodes: 4, every: 2}
 """
+"""With so small a budget, prompts are computed in parts."""
 
 
 def agentkit(*arguments: str, cwd: Path) -> str:
@@ -39,16 +41,33 @@ def agentkit(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_a_run_trains_on_the_vllm_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_flight", ["retry", "continue"])
+def test_a_run_trains_on_the_vllm_engine(tmp_path: Path, in_flight: str) -> None:
     require("vllm", REMEDY)
     (tmp_path / "run.yaml").write_text(CONFIG)
-    agentkit("run", "run.yaml", "dir=out", cwd=tmp_path)
+    agentkit("run", "run.yaml", "dir=out", f"rollout.in_flight={in_flight}", cwd=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line for line in lines if "policy/loss" in line or "policy/loss" in line.get("metrics", {})]
-    assert len(losses) == 2
+    trained = [line for line in lines if "policy/loss" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval/success" in line] == [0, 2, 4]
     # The first batch was sampled by the weights that train on it: two implementations of one model, one distribution.
-    first = losses[0].get("metrics", losses[0])
-    assert abs(first["policy/kl_behaviour"]) < 1e-4
+    assert abs(trained[0]["policy/kl_behaviour"]) < 1e-4
+    assert max(line["staleness/max"] for line in trained) == 1
+    records = tmp_path / "out" / "episodes.sqlite"
+    evaluated = [row.step for row, _ in iterate_trajectories(records, ending="eval")]
+    assert evaluated == [0] * 4 + [2] * 4 + [4] * 4
+    # Each version served episodes that were trained on, and only steps that were finished have one.
+    played = [trajectory for _, trajectory in iterate_trajectories(records, ending="trained")]
+    versions = {version for trajectory in played for turn in trajectory.turns for version, _ in turn.versions}
+    assert {0, 1, 2} <= versions <= {0, 1, 2, 3}
+
+
+def test_a_deterministic_run_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "agentkit", "run", "run.yaml", "deterministic=true", "rollout.async_ratio=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "deterministic=true needs engine.kind=hf" in done.stderr
 
 
 @contextlib.contextmanager
