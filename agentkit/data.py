@@ -22,13 +22,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from agentkit import progress
 from agentkit.archives import is_archive, unpack
 from agentkit.errors import AgentkitError, ConfigError, DataError
-
-if TYPE_CHECKING:  # sandboxes have sets, and no httpx
-    from agentkit.download import Progress
 
 RECORD = ".agentkit.json"
 """Inside a set's folder: the checksum of every file when it came here."""
@@ -275,12 +272,11 @@ def complete(known: DataSet, folder: Path) -> bool:
 
 
 @_explained()
-def fetch(name: str, source: Path | None = None, progress: Progress | None = None) -> Path:
+def fetch(name: str, source: Path | None = None) -> Path:
     """Bring a set here and return its folder; one that is here already stays as it is.
 
     Args:
         source: an archive, or a folder that holds the files, instead of the official addresses.
-        progress: called with (file name, bytes so far, bytes in all or None).
 
     An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
     """
@@ -295,17 +291,20 @@ def fetch(name: str, source: Path | None = None, progress: Progress | None = Non
         filling.mkdir()
         try:
             if source is not None:
-                _take(source, filling)
+                with progress.work(f"taking {name} from {source}"):
+                    _take(source, filling)
             elif known.generate is not None:
-                _named(known.generate)(filling)
+                with progress.work(f"making the data set {name}"):
+                    _named(known.generate)(filling)
             else:
-                _download(known, filling, base / ".downloads" / name, progress or (lambda *_: None))
+                _download(known, filling, base / ".downloads" / name)
             made = _complete_one(known, filling)
             if made is None:
                 wanted = " or ".join(" and ".join(form) for form in known.forms)
                 raise DataError(f"{origin} is not the set {name}: it lacks {wanted}")
-            _check_counts(known, made, origin)
-            _seal(made)
+            with progress.work(f"checking {name}"):
+                _check_counts(known, made, origin)
+                _seal(made)
             if target.exists():  # incomplete, or it would have been found
                 raise DataError(f"{target} is there and is not the set {name}; move it away, then fetch again")
             made.rename(target)
@@ -410,21 +409,23 @@ def _lock(name: str) -> Iterator[Path]:
         yield base
 
 
-def _download(known: DataSet, target: Path, parts: Path, progress: Progress) -> None:
+def _download(known: DataSet, target: Path, parts: Path) -> None:
     from agentkit.download import download
 
     parts.mkdir(parents=True, exist_ok=True)
     for number, remote in enumerate(known.files):
         label = remote.path if not remote.unpack else remote.url.rsplit("/", 1)[-1]
         part = parts / f"{number}"
-        download(remote.url, part, size=remote.size, progress=lambda *done, label=label: progress(label, *done))
+        with progress.work(label, remote.size, unit="B") as work:
+            download(remote.url, part, size=remote.size, progress=work.reached)
         if remote.sha256 is not None and sha256(part) != remote.sha256:
             part.unlink()
             raise DataError(f"{remote.url} is not the official file: its checksum differs; fetch again")
     for number, remote in enumerate(known.files):  # nothing is unpacked before everything is here
         part = parts / f"{number}"
         if remote.unpack:
-            unpack(part, target / remote.path)
+            with progress.work(f"unpacking {known.name}"):
+                unpack(part, target / remote.path)
         else:
             (target / remote.path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(part, target / remote.path)

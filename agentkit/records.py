@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from agentkit.codec import decode_trajectory, encode_trajectory
 from agentkit.errors import RunDirectoryError
@@ -51,6 +52,13 @@ _COLUMNS = (
 )
 _BUSY_TIMEOUT_S = 30.0
 
+EVALUATION = "eval"
+"""The ending of every episode of an evaluation. Other endings are those of the rollout loop."""
+
+Order = Literal["recorded", "reward", "turns", "tokens", "duration"]
+"""What a list of episodes can be sorted by."""
+_ORDER_COLUMNS: dict[Order, str] = {"recorded": "id", "duration": "duration_s"}
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
@@ -73,6 +81,35 @@ class EpisodeRow:
     turns: int
     tokens: int
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which episodes to list: those that fit every field that is not None."""
+
+    ending: str | None = None
+    step: int | None = None
+    env_id: str | None = None
+    outcome: str | None = None
+    """``terminated``, ``truncated`` or ``voided``."""
+    error: str | None = None
+    """Part of the message of the environment's error, in any case; an empty text fits every error."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+
+    def condition(self) -> tuple[str, list[str | int | float]]:
+        """An SQL condition, and the values of its parameters."""
+        terms: dict[str, str | int | float | None] = {
+            "ending = ?": self.ending,
+            "step = ?": self.step,
+            "env_id = ?": self.env_id,
+            "outcome = ?": self.outcome,
+            "outcome = 'voided' and instr(lower(reason), lower(?)) > 0": self.error,
+            "reward >= ?": self.min_reward,
+            "reward <= ?": self.max_reward,
+        }
+        given = {term: value for term, value in terms.items() if value is not None}
+        return " and ".join(given) or "1", list(given.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +183,27 @@ def delete_after(connection: sqlite3.Connection, step: int) -> int:
     return connection.execute("delete from episodes where step > ?", (step,)).rowcount
 
 
+def delete_evaluation(connection: sqlite3.Connection, step: int) -> int:
+    """Remove the evaluation episodes of one step; returns how many."""
+    return connection.execute("delete from episodes where step = ? and ending = ?", (step, EVALUATION)).rowcount
+
+
 def list_episodes(
-    path: Path, *, ending: str | None = None, step: int | None = None, last: int | None = None
+    path: Path,
+    wanted: Filter | None = None,
+    *,
+    order: Order = "recorded",
+    reverse: bool = False,
+    last: int | None = None,
 ) -> list[EpisodeRow]:
-    """Rows in the order of recording, of one ending or step where asked, the ``last`` ones only where asked."""
-    conditions, values = ["1"], []
-    for column, value in (("ending", ending), ("step", step)):
-        if value is not None:
-            conditions.append(f"{column} = ?")
-            values.append(value)
-    query = f"select {_COLUMNS} from episodes where {' and '.join(conditions)} order by id desc limit ?"
+    """Rows that fit ``wanted``, in ascending order unless ``reverse``; only the ``last`` ones of them where asked.
+
+    Raises ``RunDirectoryError`` when there is no such file, or it cannot be read.
+    """
+    condition, values = (wanted or Filter()).condition()
+    column = _ORDER_COLUMNS.get(order, order)
+    way = "asc" if reverse else "desc"  # the last ones are the first ones of the opposite order
+    query = f"select {_COLUMNS} from episodes where {condition} order by {column} {way}, id {way} limit ?"
     with _reading(path) as connection:
         rows = connection.execute(query, (*values, -1 if last is None else last)).fetchall()
     return [_row(row) for row in reversed(rows)]
@@ -175,7 +223,7 @@ def read_episode(path: Path, episode_id: int) -> tuple[EpisodeRow, Trajectory]:
 
 def iterate_trajectories(path: Path, *, ending: str | None = None) -> Iterator[tuple[EpisodeRow, Trajectory]]:
     """Every episode, whole, one at a time in the order of recording."""
-    for row in list_episodes(path, ending=ending):
+    for row in list_episodes(path, Filter(ending=ending)):
         yield read_episode(path, row.id)
 
 

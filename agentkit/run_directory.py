@@ -14,6 +14,7 @@ Layout::
     checkpoints/       one folder a checkpoint
     weights/           weights on their way from the learner to the engines
     model/             the trained policy, as transformers loads it
+    tokenizer/         only of an evaluation (``agentkit eval --out``), which has no ``model``
     logs/              standard output of processes; files of TensorBoard and W&B
     failed-1/          configuration, records and logs of an attempt that ended before its first checkpoint
 """

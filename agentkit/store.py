@@ -53,6 +53,10 @@ class Recorder:
         """A whole trajectory, not to be changed any more; ``step`` is the training step in progress."""
         self._hand_over("episode", records.PendingEpisode(step, trajectory, ending, reason))
 
+    def begin_evaluation(self, step: int) -> None:
+        """Forget the evaluation episodes of ``step``: an evaluation that was interrupted is about to be repeated."""
+        self._hand_over("begin_evaluation", step)
+
     def event(self, kind: str, **fields: Any) -> None:
         """One line of ``events.jsonl``; a field that JSON does not know is written as its text."""
         self._hand_over("event", kind, fields, time.time())
@@ -147,6 +151,10 @@ class _Writer:
         if len(self._pending) >= _BATCH or time.monotonic() >= self._commit_at:
             self.commit()
 
+    def begin_evaluation(self, step: int) -> None:
+        self.commit()
+        records.delete_evaluation(self._database, step)
+
     def commit(self) -> None:
         pending, self._pending = self._pending, []
         if pending:
@@ -161,8 +169,17 @@ class _Writer:
 
     def rollback(self, step: int) -> None:
         self.commit()
+        measured = False
+
+        def keep(record: dict[str, Any]) -> bool:
+            nonlocal measured
+            measured = measured or (record["step"] == step and "eval/success" in record)
+            return record["step"] <= step
+
+        lines = self._metrics.keep(keep)
         episodes = records.delete_after(self._database, step)
-        lines = self._metrics.keep(lambda record: record["step"] <= step)
+        if not measured:  # an evaluation after the checkpoint, which was interrupted
+            episodes += records.delete_evaluation(self._database, step)
         self._each_tracker("rollback", step)
         self.event("rollback", {"to_step": step, "episodes_removed": episodes, "metrics_removed": lines}, time.time())
         self.flush()

@@ -81,6 +81,8 @@ class Trajectory:
     attempt: int = 0
     """How many environments failed under this member before this attempt."""
     duration_s: float = 0.0
+    system: str = ""
+    """The system message, which the first turn's ``prompt_ids`` begin with; empty in records of older versions."""
 
     @property
     def reward(self) -> float:

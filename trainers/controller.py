@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError
+from agentkit.records import EVALUATION
 from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
@@ -24,7 +26,7 @@ from agentkit.trainers.algorithms.signal import missing_signal
 from agentkit.trainers.batch import flatten
 from agentkit.trainers.inference.base import EngineStats
 from agentkit.trainers.roles import Roles, start_roles
-from agentkit.trainers.rollout.evaluation import EvalResult, evaluate
+from agentkit.trainers.rollout.evaluation import EvalResult, evaluate, evaluation_metrics
 from agentkit.trainers.rollout.loop import RolloutLoop
 
 
@@ -162,13 +164,16 @@ class _Run:
     async def _one_step(self) -> bool:
         """Consume one batch and publish its weights. False when a stop came first; the batch is then untouched."""
         began, before = time.monotonic(), await self.roles.engine.stats()
-        groups = await self._unless_stopped(self.loop.next_batch())
+        label = f"step {self.step + 1}"
+        with progress.work(f"{label}: episodes", detail=self.loop.under_way):
+            groups = await self._unless_stopped(self.loop.next_batch())
         if groups is None:
             return False
         got = time.monotonic()
-        metrics = await self.roles.train(flatten(groups), self.step)
-        trained = time.monotonic()
-        await self.loop.publish(self.roles.weights, self.step + 1)
+        with progress.work(f"{label}: training", detail=self.loop.under_way):
+            metrics = await self.roles.train(flatten(groups), self.step)
+            trained = time.monotonic()
+            await self.loop.publish(self.roles.weights, self.step + 1)
         ended = time.monotonic()
         # One instant: what ends from here on is recorded under the step after this one, and is not in the snapshot.
         self.step += 1
@@ -203,7 +208,8 @@ class _Run:
 
     async def _evaluate(self) -> EvalResult:
         self.view.stage("evaluation")
-        settings, roles = self.config.evaluation, self.roles
+        settings, roles, step = self.config.evaluation, self.roles, self.step
+        self.recorder.begin_evaluation(step)
         env = self.config.env.model_copy(update={"kwargs": {**self.config.env.kwargs, **settings.kwargs}})
         result = await evaluate(
             self.config.model_copy(update={"env": env}),
@@ -212,33 +218,30 @@ class _Run:
             roles.parser,
             range(settings.first_seed, settings.first_seed + settings.episodes),
             temperature=settings.temperature,
+            on_episode=lambda trajectory, reason: self.recorder.episode(step, trajectory, EVALUATION, reason),
         )
-        metrics = {
-            "eval/success": result.success,
-            "eval/return_mean": result.return_mean,
-            "eval/turns_mean": result.turns_mean,
-            **{f"eval/{name}": value for name, value in result.metrics.items()},
-        }
-        self.recorder.metrics(self.step, metrics)
-        self.view.message(f"step {self.step}: success {result.success:.1%} on {result.episodes} evaluation episodes")
+        self.recorder.metrics(step, evaluation_metrics(result))
+        self.view.message(f"step {step}: success {result.success:.1%} on {result.episodes} evaluation episodes")
         self.view.stage("training")
         return result
 
     async def _save(self) -> None:
         if self.saved_step == self.step:
             return
-        partial = checkpoint.begin(self.directory.checkpoints, self.step)
-        await self.roles.learner.save(partial / "learner")
-        await self.roles.learner.export(partial / "model")
-        await asyncio.to_thread(self.recorder.flush)
         state = {
             "step": self.step,
             "success_before": self.success_before,
             "demonstrated_success": self.demonstrated_success,
         }
-        await asyncio.to_thread(
-            checkpoint.commit, partial, self.step, rollout=self.snapshot, state=state, keep=self.config.checkpoint.keep
-        )
+        with progress.work("checkpoint"):
+            partial = checkpoint.begin(self.directory.checkpoints, self.step)
+            await self.roles.learner.save(partial / "learner")
+            await self.roles.learner.export(partial / "model")
+            await asyncio.to_thread(self.recorder.flush)
+            keep = self.config.checkpoint.keep
+            await asyncio.to_thread(
+                checkpoint.commit, partial, self.step, rollout=self.snapshot, state=state, keep=keep
+            )
         self.saved_step = self.step
 
     async def _restore(self, found: checkpoint.Checkpoint) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from agentkit import progress
 from agentkit.config import EnvConfig, ImitationConfig, RunConfig
 from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import AsyncTextEnv, expert_actions
@@ -55,27 +56,30 @@ async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Mes
     )
     order = np.random.default_rng(config.seed)
     planned = settings.epochs * math.ceil(len(episodes) / settings.batch_episodes)
-    updates, success = 0, None
-    for _ in range(settings.epochs):
-        shuffled = [episodes[index] for index in order.permutation(len(episodes))]
-        for start in range(0, len(shuffled), settings.batch_episodes):
-            batch = flatten([_alone(episode) for episode in shuffled[start : start + settings.batch_episodes]])
-            rate = settings.lr * schedule_factor(updates, settings.schedule, WARMUP_UPDATES, planned)
-            metrics = await roles.learner.imitate(batch, rate)
-            updates += 1
-            if updates % settings.check_every == 0 and settings.stop_success is not None:
-                success = await _check(config, roles)
-                view.message(f"imitation: {updates} updates, success {success:.1%} on training tasks")
-                metrics["imitation/success"] = success
-            recorder.metrics(0, {"imitation/updates": updates, **metrics})
-            enough = success is not None and success >= (settings.stop_success or 1.0) * demonstrated_success
-            if enough or stop.is_set():
-                if not enough and updates < planned:
-                    view.message(
-                        f"imitation: stopped after {updates} of {planned} updates; a resumed run trains on from here"
-                    )
-                await roles.publish(0)
-                return demonstrated_success
+    success = None
+    with progress.work("imitation", planned, unit="updates") as work:
+        for _ in range(settings.epochs):
+            shuffled = [episodes[index] for index in order.permutation(len(episodes))]
+            for start in range(0, len(shuffled), settings.batch_episodes):
+                batch = flatten([_alone(episode) for episode in shuffled[start : start + settings.batch_episodes]])
+                rate = settings.lr * schedule_factor(work.done, settings.schedule, WARMUP_UPDATES, planned)
+                metrics = await roles.learner.imitate(batch, rate)
+                work.advance()
+                updates = work.done
+                if updates % settings.check_every == 0 and settings.stop_success is not None:
+                    success = await _check(config, roles)
+                    view.message(f"imitation: {updates} updates, success {success:.1%} on training tasks")
+                    metrics["imitation/success"] = success
+                recorder.metrics(0, {"imitation/updates": updates, **metrics})
+                enough = success is not None and success >= (settings.stop_success or 1.0) * demonstrated_success
+                if enough or stop.is_set():
+                    if not enough and updates < planned:
+                        view.message(
+                            f"imitation: stopped after {updates} of {planned} updates; a resumed run trains on from "
+                            "here"
+                        )
+                    await roles.publish(0)
+                    return demonstrated_success
     await roles.publish(0)
     return demonstrated_success
 
@@ -100,8 +104,13 @@ def expert_episodes(
         )
     demonstrate = _Demonstrator(source, renderer, parser, settings.noise, max_context)
     cycle = config.num_tasks or settings.episodes
+    episodes = []
     try:
-        return [demonstrate(config.first_seed + k % cycle) for k in range(settings.episodes)]
+        with progress.work("episodes of the expert", settings.episodes) as work:
+            for k in range(settings.episodes):
+                episodes.append(demonstrate(config.first_seed + k % cycle))
+                work.advance()
+        return episodes
     finally:
         demonstrate.env.close()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.cluster import place
@@ -60,26 +61,30 @@ class Roles:
 @contextlib.asynccontextmanager
 async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
     """Learner and engine, started and placed as ``config`` says; the file ``weights`` connects them."""
-    renderer = ChatRenderer(load_tokenizer(config.model.path))
-    source = EnvSource.of(config.env)
+    with progress.work("loading the tokenizer"):
+        renderer = ChatRenderer(load_tokenizer(config.model.path))
+    with progress.work(f"looking at {config.env.id}"):
+        source = EnvSource.of(config.env)
     parser = ActionParser(config.env.parser, source.actions_per_turn)
     # The learner knows no environment, and one of its losses needs the number of turns.
     settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
     async with contextlib.AsyncExitStack() as stack:
-        learner = await place(
-            "agentkit.trainers.learner.torch_learner:Learner",
-            settled,
-            placement=config.learner.placement,
-            ranks=config.learner.ranks,
-            threads=config.learner.threads,
-            name="learner",
-        )
-        stack.push_async_callback(learner.close)
-        await learner.start()
+        with progress.work("starting the learner"):
+            learner = await place(
+                "agentkit.trainers.learner.torch_learner:Learner",
+                settled,
+                placement=config.learner.placement,
+                ranks=config.learner.ranks,
+                threads=config.learner.threads,
+                name="learner",
+            )
+            stack.push_async_callback(learner.close)
+            await learner.start()
         shared = config.engine.share_weights
-        engine = await place_engine(config, **({"model_object": learner.model} if shared else {}))
-        stack.push_async_callback(engine.close)
-        await engine.start()
+        with progress.work("starting the engine"):
+            engine = await place_engine(config, **({"model_object": learner.model} if shared else {}))
+            stack.push_async_callback(engine.close)
+            await engine.start()
         yield Roles(renderer, parser, learner, engine, weights, shared)
 
 

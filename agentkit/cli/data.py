@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from agentkit import data
+from agentkit.cli.heartbeat import watched
 from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(help="Data sets of environments: list, fetch, verify, and where they lie.", no_args_is_help=True)
@@ -65,16 +65,8 @@ def fetch(
     ] = None,
 ) -> None:
     """Bring a data set here: download (going on where an earlier attempt stopped), verify, unpack."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        tasks = {}
-
-        def show(label: str, done: int, total: int | None) -> None:
-            if label not in tasks:
-                tasks[label] = bars.add_task(label)
-            bars.update(tasks[label], completed=done, total=total)
-
-        folder = data.fetch(name, source, show)
+    with watched(f"fetching {name}"):
+        folder = data.fetch(name, source)
     unknown = [remote.path for remote in data.dataset(name).files if remote.sha256 is None]
     if source is None and unknown:
         typer.echo(f"no official checksum is known of {', '.join(unknown)}: checked by content", err=True)
@@ -84,7 +76,8 @@ def fetch(
 @app.command()
 def verify(name: Name) -> None:
     """Check a data set that is here: every file as it came, and as many of everything as there must be."""
-    problems = data.verify(name)
+    with watched(f"verifying {name}"):
+        problems = data.verify(name)
     for problem in problems:
         typer.echo(problem)
     if problems:
@@ -135,7 +128,8 @@ def swe_from_releases(
     failed = 0
     for pair in pairs:
         try:
-            task = asyncio.run(build(pair, lambda what, pair=pair: typer.echo(f"{pair.id}: {what}", err=True)))
+            with watched(f"making {pair.id}"):
+                task = asyncio.run(build(pair, lambda what, pair=pair: typer.echo(f"{pair.id}: {what}", err=True)))
         except AgentkitError as error:
             if len(pairs) == 1:
                 raise

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentkit import registry, scaffold
+from agentkit.cli.heartbeat import watched
 from agentkit.errors import ConfigError
 
 app = typer.Typer(help="Environments: list, inspect, check, play, and write a new one.", no_args_is_help=True)
@@ -100,7 +101,8 @@ def check(
     """Examine an environment: gymnasium's checker, determinism, randomness, types, expert, closing."""
     from agentkit.envs.check import check as examine
 
-    results = examine(id, timeout=timeout, **arguments_of(arguments))
+    with watched(f"checking {id}"):
+        results = examine(id, timeout=timeout, **arguments_of(arguments))
     for result in results:
         mark = typer.style("ok  ", fg=typer.colors.GREEN) if result.passed else typer.style("FAIL", fg=typer.colors.RED)
         typer.echo(f"{mark}  {result.name}{f': {result.detail}' if result.detail else ''}")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentkit import progress
+from agentkit.text import printable
+
 if TYPE_CHECKING:
     from agentkit.config import RunConfig
-    from agentkit.trainers.rollout.evaluation import EvalResult
+    from agentkit.store import Recorder
+    from agentkit.trainers.rollout.evaluation import EvalResult, OnEpisode
     from agentkit.trainers.rollout.parser import ActionParser
+    from agentkit.types import Trajectory
 
 
 def evaluate(
@@ -37,21 +44,52 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Record every episode in this new folder, for `agentkit show DIR`.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Play evaluation tasks and report the success rate: `agentkit eval runs/frozen_lake --episodes 256`."""
+    from agentkit.cli.heartbeat import watched
     from agentkit.cli.preflight import check
     from agentkit.cli.signals import STOPPED
 
     settings = evaluation_settings(target, env, overrides or [])
+    seeds = range(settings.evaluation.first_seed, settings.evaluation.first_seed + episodes)
     check(settings, model=endpoint is None)
-    typer.echo(f"{settings.env.id}, {target}, {episodes} episodes from seed {settings.evaluation.first_seed} …")
+    typer.echo(printable(f"{settings.env.id}, {target}, {episodes} episodes from seed {seeds.start} …"))
     began = time.monotonic()
     try:
-        result = asyncio.run(_play(settings, target, episodes, endpoint))
+        with recording(out, settings) as records, watched(f"measuring {target}"):
+            result = asyncio.run(_play(settings, target, seeds, endpoint, out, records))
     except KeyboardInterrupt:
         raise typer.Exit(STOPPED) from None
     for line in report(result, time.monotonic() - began):
         typer.echo(line)
+    if out is not None:
+        typer.echo(printable(f"records   {out}  (agentkit show {out})"))
+
+
+@contextlib.contextmanager
+def recording(out: Path | None, settings: RunConfig) -> Iterator[Recorder | None]:
+    """A recorder that writes to ``out``, a new folder; None where nothing is to be recorded. Raises ``ConfigError``."""
+    if out is None:
+        yield None
+        return
+    from agentkit.errors import ConfigError
+    from agentkit.run_directory import RunDirectory
+    from agentkit.store import Recorder
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already: name a new folder, since records are never mixed")
+    directory = RunDirectory.create(settings.model_copy(update={"dir": out}))
+    try:
+        with Recorder(directory) as recorder:
+            yield recorder
+    finally:
+        directory.release()
 
 
 def evaluation_settings(target: str, env: str | None, overrides: list[str]) -> RunConfig:
@@ -76,29 +114,46 @@ def evaluation_settings(target: str, env: str | None, overrides: list[str]) -> R
     return parse_config(f"env: {{id: {json.dumps(env)}}}", [model, *overrides], source="agentkit eval")
 
 
-async def _play(settings: RunConfig, target: str, episodes: int, endpoint: str | None) -> EvalResult:
+async def _play(
+    settings: RunConfig, target: str, seeds: range, endpoint: str | None, out: Path | None, records: Recorder | None
+) -> EvalResult:
     from agentkit import registry
+    from agentkit.records import EVALUATION
+    from agentkit.trainers.rollout.evaluation import evaluation_metrics
     from agentkit.trainers.rollout.parser import ActionParser
 
     measured = settings.evaluation
     env = settings.env.model_copy(update={"kwargs": {**settings.env.kwargs, **measured.kwargs}})
     settings = settings.model_copy(update={"env": env})
     parser = ActionParser(env.parser, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
-    seeds = range(measured.first_seed, measured.first_seed + episodes)
+
+    def on_episode(trajectory: Trajectory, reason: str) -> None:
+        if records is not None:
+            records.episode(0, trajectory, EVALUATION, reason)
+
     if endpoint is not None:
-        return await _ask(settings, parser, seeds, endpoint, target)
-    return await _generate(settings, parser, seeds)
+        result = await _ask(settings, parser, seeds, endpoint, target, on_episode)
+    else:
+        result = await _generate(settings, parser, seeds, on_episode, out)
+    if records is not None:
+        records.metrics(0, evaluation_metrics(result))
+    return result
 
 
-async def _ask(settings: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str) -> EvalResult:
+async def _ask(
+    settings: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str, on_episode: OnEpisode
+) -> EvalResult:
     from agentkit.openai import ChatEndpoint
     from agentkit.trainers.rollout.evaluation import evaluate_endpoint
 
     async with ChatEndpoint(endpoint, model, connections=settings.engine.max_batch) as client:
-        return await evaluate_endpoint(settings, client, parser, seeds, temperature=settings.evaluation.temperature)
+        temperature = settings.evaluation.temperature
+        return await evaluate_endpoint(settings, client, parser, seeds, temperature=temperature, on_episode=on_episode)
 
 
-async def _generate(settings: RunConfig, parser: ActionParser, seeds: range) -> EvalResult:
+async def _generate(
+    settings: RunConfig, parser: ActionParser, seeds: range, on_episode: OnEpisode, out: Path | None
+) -> EvalResult:
     from transformers.utils.logging import disable_progress_bar
 
     from agentkit.trainers.models.load import load_tokenizer
@@ -107,11 +162,17 @@ async def _generate(settings: RunConfig, parser: ActionParser, seeds: range) -> 
     from agentkit.trainers.rollout.renderer import ChatRenderer
 
     disable_progress_bar()
-    renderer = ChatRenderer(load_tokenizer(settings.model.path))
+    with progress.work("loading the tokenizer"):
+        tokenizer = load_tokenizer(settings.model.path)
+        renderer = ChatRenderer(tokenizer)
+    if out is not None:
+        tokenizer.save_pretrained(str(out / "tokenizer"))  # `agentkit show` decodes ids with it
     engine = await place_engine(settings)
     try:
-        await engine.start()
-        return await evaluate(settings, engine, renderer, parser, seeds, temperature=settings.evaluation.temperature)
+        with progress.work("starting the engine"):
+            await engine.start()
+        temperature = settings.evaluation.temperature
+        return await evaluate(settings, engine, renderer, parser, seeds, temperature=temperature, on_episode=on_episode)
     finally:
         await engine.close()
 

@@ -203,11 +203,16 @@ def build(
     ] = None,
 ) -> None:
     """Build the images: agentkit/base for commands, agentkit/env for environments."""
+    from agentkit.cli.heartbeat import watched
     from agentkit.sandboxes import images
 
-    typer.echo(f"{images.DEFAULT_IMAGE}  {images.build_base(base)}")
+    with watched(f"building {images.DEFAULT_IMAGE}"):
+        built = images.build_base(base)
+    typer.echo(f"{images.DEFAULT_IMAGE}  {built}")
     if not only_base:
-        typer.echo(f"{images.ENV_IMAGE}  {images.build_environments(packages=package or ())}")
+        with watched(f"building {images.ENV_IMAGE}"):
+            built = images.build_environments(packages=package or ())
+        typer.echo(f"{images.ENV_IMAGE}  {built}")
 
 
 @app.command()

@@ -1,28 +1,80 @@
-"""``agentkit show``: the episodes of a run, and one of them token by token. Loads no torch."""
+"""``agentkit show``: the episodes of a run, and one of them token by token. Loads no torch.
+
+Invariant: what an environment or a model wrote is shown as text: no control character and no markup takes effect.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from agentkit.text import printable
 
 if TYPE_CHECKING:
     from agentkit.records import EpisodeRow
     from agentkit.run_directory import RunDirectory
     from agentkit.types import Trajectory, Turn
 
+_LONGEST_REASON = 160
+"""Characters of an error that a list shows; `--episode` shows all of it."""
+
+
+class Ending(str, Enum):
+    """What became of an episode."""
+
+    trained = "trained"
+    dropped = "dropped"
+    cancelled = "cancelled"
+    voided = "voided"
+    eval = "eval"
+
+
+class Outcome(str, Enum):
+    """How an episode ended, as ``agentkit.types.Outcome``."""
+
+    terminated = "terminated"
+    truncated = "truncated"
+    voided = "voided"
+
+
+class Order(str, Enum):
+    """What a list is sorted by, as ``agentkit.records.Order``."""
+
+    recorded = "recorded"
+    reward = "reward"
+    turns = "turns"
+    tokens = "tokens"
+    duration = "duration"
+
 
 def show(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: Annotated[Path, typer.Argument(help="Run directory, or what `agentkit eval --out` wrote.")],
     episode: Annotated[int | None, typer.Option(help="Print this episode, whole.", show_default=False)] = None,
-    last: Annotated[int, typer.Option(min=1, help="How many of the latest episodes to list.")] = 20,
-    ending: Annotated[
-        str | None,
-        typer.Option(help="Only those that ended so: trained, dropped, cancelled, voided.", show_default=False),
-    ] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many to list: the last ones of the order.")] = 20,
+    ending: Annotated[Ending | None, typer.Option(help="Only those that ended so.", show_default=False)] = None,
     step: Annotated[int | None, typer.Option(help="Only those of this training step.", show_default=False)] = None,
+    env: Annotated[str | None, typer.Option(help="Only those of this environment.", show_default=False)] = None,
+    outcome: Annotated[Outcome | None, typer.Option(help="Only those with this outcome.", show_default=False)] = None,
+    error: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Only those whose environment failed with an error that contains this.",
+            show_default=False,
+        ),
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Only those that earned this or more.", show_default=False)
+    ] = None,
+    max_reward: Annotated[
+        float | None, typer.Option(help="Only those that earned this or less.", show_default=False)
+    ] = None,
+    sort: Annotated[Order, typer.Option(help="Order, smallest first.")] = Order.recorded,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Largest first.")] = False,
 ) -> None:
     """List the episodes of a run, or print one with its tokens, log-probabilities, rewards and policy versions."""
     from agentkit import records
@@ -30,8 +82,17 @@ def show(
 
     directory = RunDirectory.open(run)
     if episode is None:
-        rows = records.list_episodes(directory.episodes_file, ending=ending, step=step, last=last)
-        lines = list_lines(rows)
+        wanted = records.Filter(
+            ending=ending and ending.value,
+            step=step,
+            env_id=env,
+            outcome=outcome and outcome.value,
+            error=error,
+            min_reward=min_reward,
+            max_reward=max_reward,
+        )
+        file = directory.episodes_file
+        lines = list_lines(records.list_episodes(file, wanted, order=sort.value, reverse=reverse, last=last))
     else:
         row, trajectory = records.read_episode(directory.episodes_file, episode)
         lines = episode_lines(row, trajectory, token_texts(directory))
@@ -48,32 +109,58 @@ def list_lines(rows: list[EpisodeRow]) -> list[str]:
     for row in rows:
         numbers = (row.id, row.step, row.group_id, row.member, row.seed, row.version_started, row.turns, row.tokens)
         cells = (*map(str, numbers), f"{row.reward:.3f}", "yes" if row.success else "no")
-        ended = " ".join(filter(None, (row.ending, row.ending_reason, row.outcome, row.reason)))
+        ended = " ".join(filter(None, (row.ending, row.ending_reason, row.outcome, _shortened(row.reason))))
         lines.append("  ".join(f"{cell:>7}" for cell in cells) + f"  {ended}")
     return lines
 
 
-def episode_lines(row: EpisodeRow, trajectory: Trajectory, text_of: Callable[[int], str] | None) -> list[str]:
-    """An episode as text: its facts, then turn by turn what was seen, said and earned."""
+def _shortened(text: str) -> str:
+    """One line of at most ``_LONGEST_REASON`` characters."""
+    line = " ".join(text.split())
+    return printable(line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…")
+
+
+def episode_lines(row: EpisodeRow, trajectory: Trajectory, text_of: Callable[[list[int]], str] | None) -> list[str]:
+    """An episode as text: its facts, then turn by turn what was seen, said and earned.
+
+    ``text_of`` decodes token ids, special ones included; None where the tokenizer is not known.
+    """
     ended = " ".join(filter(None, (row.ending, row.ending_reason, "·", trajectory.outcome, trajectory.reason)))
     lines = [
         f"episode {row.id}: {trajectory.env_id}, seed {trajectory.seed}, group {trajectory.group_id}, "
         f"member {trajectory.member}, attempt {trajectory.attempt + 1}",
-        f"step {row.step}, began under version {trajectory.version_started}, {ended}",
+        f"step {row.step}, began under version {trajectory.version_started}, {printable(ended)}",
         f"return {trajectory.reward:.4f}, {'solved' if trajectory.success else 'not solved'}, "
         f"{len(trajectory.turns)} turns, {trajectory.num_tokens} tokens ({trajectory.num_action_tokens} of actions), "
         f"{trajectory.duration_s:.2f} s",
     ]
     if trajectory.metrics:
-        lines.append("  ".join(f"{name}={value:g}" for name, value in trajectory.metrics.items()))
+        lines.append(printable("  ".join(f"{name}={value:g}" for name, value in trajectory.metrics.items())))
+    lines += _system_lines(trajectory, text_of)
     for number, turn in enumerate(trajectory.turns, 1):
         lines += _turn_lines(number, turn, text_of)
     if len(trajectory.final_ids):
-        lines += ["", f"last observation: {len(trajectory.final_ids)} tokens  {trajectory.final_ids.tolist()}"]
+        ids = trajectory.final_ids.tolist()
+        lines += ["", f"last observation ({len(ids)} tokens):"]
+        if text_of:
+            lines += _quoted(text_of(ids))
+        lines.append(f"  ids {ids}")
     return lines
 
 
-def _turn_lines(number: int, turn: Turn, text_of: Callable[[int], str] | None) -> list[str]:
+def _system_lines(trajectory: Trajectory, text_of: Callable[[list[int]], str] | None) -> list[str]:
+    """The system message; of records without one, what the first prompt shows before the first observation."""
+    if trajectory.system:
+        return ["", "system message:", *_quoted(trajectory.system)]
+    if not trajectory.turns or text_of is None or not len(trajectory.turns[0].prompt_ids):
+        return []
+    first = trajectory.turns[0]
+    prompt = text_of(first.prompt_ids.tolist())
+    before = prompt.rpartition(first.observation)[0] if first.observation in prompt else prompt
+    return ["", "start of the prompt (the system message, as the chat template writes it):", *_quoted(before)]
+
+
+def _turn_lines(number: int, turn: Turn, text_of: Callable[[list[int]], str] | None) -> list[str]:
     versions = ", ".join(f"{count} by version {version}" for version, count in turn.versions)
     lines = [
         "",
@@ -87,22 +174,22 @@ def _turn_lines(number: int, turn: Turn, text_of: Callable[[int], str] | None) -
         f"  {'id':>8}  {'log-prob':>9}  text" if text_of else f"  {'id':>8}  {'log-prob':>9}",
     ]
     for token, logprob in zip(turn.action_ids.tolist(), turn.action_logprobs.tolist(), strict=True):
-        lines.append(f"  {token:>8}  {logprob:>9.4f}" + (f"  {text_of(token)!r}" if text_of else ""))
+        lines.append(f"  {token:>8}  {logprob:>9.4f}" + (f"  {text_of([token])!r}" if text_of else ""))
     return lines
 
 
 def _quoted(text: str) -> list[str]:
-    """Indented lines that cannot command the terminal: a model may well write escape sequences."""
-    visible = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return [f"  {line}" for line in visible.split("\n")]
+    """Indented lines."""
+    return [f"  {line}" for line in printable(text).split("\n")]
 
 
-def token_texts(directory: RunDirectory) -> Callable[[int], str] | None:
-    """Text of a token id by the tokenizer that the run has exported; None before it has."""
-    files = [*directory.path.glob("model/tokenizer.json"), *directory.path.glob("checkpoints/*/model/tokenizer.json")]
+def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
+    """Decodes token ids by the tokenizer that was saved beside the records; None before one was."""
+    patterns = ("tokenizer/tokenizer.json", "model/tokenizer.json", "checkpoints/*/model/tokenizer.json")
+    files = [file for pattern in patterns for file in directory.path.glob(pattern)]
     if not files:
         return None
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(files[0]))
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,6 +1,8 @@
 """What a run looks like while it runs: a live view on a terminal, plain lines everywhere else.
 
-Invariant: a view only shows; nothing waits for it, and it leaves the terminal as it found it.
+Invariant: a view only shows; nothing waits for it, and it leaves the terminal as it found it. Texts of models,
+environments and settings are shown as they are: no markup and no control character in them takes effect. Something is
+shown at least every ``heartbeat.INTERVAL_S`` seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from agentkit import progress
+from agentkit.cli.heartbeat import Heartbeat
 from agentkit.config import RunConfig
+from agentkit.progress import duration
+from agentkit.text import printable
 
 Metrics = Mapping[str, float]
 
@@ -79,15 +86,17 @@ class Totals:
 
 
 class PlainView:
-    """One line a stage, a message or a step; made for logs."""
+    """One line a stage, a message or a step, and what is under way while there is none of these; made for logs."""
 
     def start(self, total_steps: int, config: RunConfig) -> None:
         self._progression, self._totals, self._stage = Progression(total_steps), Totals(), ""
+        self._heartbeat = Heartbeat(lambda text: print(text, flush=True))
+        self._heartbeat.start()
         self.message(f"{config.env.id}, {config.model.path}, {total_steps} steps → {config.dir}")
 
     def stage(self, name: str) -> None:
         if name != self._stage:
-            self._stage = name
+            self._stage = self._heartbeat.fallback = name
             self.message(f"— {name}")
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -99,14 +108,15 @@ class PlainView:
         self.message(f"step {step}/{self._progression.total}  " + "  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
+        self._heartbeat.spoke()
 
     def stop(self) -> None:
-        pass
+        self._heartbeat.stop()
 
 
 class LiveView:
-    """A progress bar over a table of the latest figures; messages scroll above."""
+    """A progress bar over what is under way and a table of the latest figures; messages scroll above."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -116,7 +126,7 @@ class LiveView:
         self._progression, self._totals = Progression(total_steps), Totals()
         self._figures: list[tuple[str, str]] = []
         self._bar = Progress(
-            TextColumn("[bold]{task.description:<10}"),
+            TextColumn("{task.description:<10}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("steps ·"),
@@ -126,8 +136,9 @@ class LiveView:
             expand=True,
         )
         self._task = self._bar.add_task("starting", total=total_steps, left="–")
-        self._console.print(f"[bold]{config.env.id}[/] · {config.model.path} · {config.dir}", highlight=False)
-        self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+        title = printable(f" · {config.model.path} · {config.dir}")
+        self._console.print(Text.assemble((printable(config.env.id), "bold"), title))
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
         self._live.start()
 
     def stage(self, name: str) -> None:
@@ -139,11 +150,9 @@ class LiveView:
         self._figures = figures(metrics, self._totals)
         left = self._progression.seconds_left()
         self._bar.update(self._task, completed=step, left="–" if left is None else duration(left))
-        if self._live is not None:
-            self._live.update(self._render())
 
     def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(Text(printable(text)))
 
     def stop(self) -> None:
         if self._live is not None:
@@ -151,12 +160,14 @@ class LiveView:
             self._live = None
 
     def _render(self) -> Group:
-        if not self._figures:
-            return Group(self._bar)
+        shown: list[RenderableType] = [self._bar]
+        if under_way := progress.describe():
+            shown.append(Text(printable(under_way), style="dim", no_wrap=True, overflow="ellipsis"))
         table = Table.grid(padding=(0, 3))
         for start in range(0, len(self._figures), 5):
-            table.add_row(*(f"[dim]{label}[/] {text}" for label, text in self._figures[start : start + 5]))
-        return Group(self._bar, table)
+            some = self._figures[start : start + 5]
+            table.add_row(*(Text.assemble((label, "dim"), f" {text}") for label, text in some))
+        return Group(*shown, table) if self._figures else Group(*shown)
 
 
 def figures(metrics: Metrics, totals: Totals) -> list[tuple[str, str]]:
@@ -179,13 +190,3 @@ def figures(metrics: Metrics, totals: Totals) -> list[tuple[str, str]]:
     add("entropy", "policy/entropy", "{:.3f}")
     add("step", "time/step", "{:.1f} s")
     return shown
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3:07` or `2:03:07`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

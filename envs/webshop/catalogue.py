@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from agentkit import data
+from agentkit import data, progress
 from agentkit.envs.webshop import goals as goals_module
 from agentkit.envs.webshop import products as products_module
 from agentkit.envs.webshop.goals import Goal
@@ -234,7 +234,8 @@ def _kept(folder: Path, load: Callable[[Path], T], write: Callable[[Path], None]
             return load(folder)  # another process was faster
         target = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            write(target)
+            with progress.work(f"indexing the shop ({folder.name})"):
+                write(target)
             target.chmod(0o755)
             if folder.exists():
                 shutil.rmtree(folder)

@@ -238,10 +238,17 @@ def test_show_lists_and_prints(finished: tuple[Path, str]) -> None:
     number = result.stdout.splitlines()[-1].split()[0]
     result = agentkit("show", directory, "--episode", number)
     assert result.returncode == 0, result.stderr
-    for part in ("FrozenLake-v1", "turn 1", "log-prob", "reward", "by version 0"):
+    for part in ("FrozenLake-v1", "turn 1", "log-prob", "reward", "by version", "system message:", "  You walk on a"):
         assert part in result.stdout
     assert agentkit("show", directory, "--episode", "999").returncode == 1
     assert agentkit("show", directory, "--ending", "dropped").stdout == "no such episode\n"
+    evaluated = agentkit("show", directory, "--ending", "eval", "--step", "1", "--sort", "reward", "--last", "3")
+    assert [line.split()[10] for line in evaluated.stdout.splitlines()] == ["ended", "eval", "eval", "eval"]
+    rewards = [float(line.split()[8]) for line in evaluated.stdout.splitlines()[1:]]
+    assert rewards == sorted(rewards)
+    result = agentkit("show", directory, "--sort", "size")
+    assert result.returncode == 2
+    assert "'recorded'" in result.stderr
 
 
 def test_eval_measures_a_run(finished: tuple[Path, str]) -> None:
@@ -250,6 +257,59 @@ def test_eval_measures_a_run(finished: tuple[Path, str]) -> None:
     assert result.returncode == 0, result.stderr
     assert "success" in result.stdout
     assert "episodes  3 in" in result.stdout
+
+
+def test_eval_records_episodes_for_show(finished: tuple[Path, str], tmp_path: Path) -> None:
+    out = tmp_path / "measured"
+    result = agentkit("eval", finished[0], "--episodes", "3", "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert f"agentkit show {out}" in result.stdout
+    listed = agentkit("show", out, "--ending", "eval").stdout.splitlines()
+    assert sorted(line.split()[4] for line in listed[1:]) == ["1000000", "1000001", "1000002"]
+    one = agentkit("show", out, "--episode", "1").stdout
+    for part in ("system message:", "turn 1", "log-prob  text"):
+        assert part in one
+    again = agentkit("eval", finished[0], "--episodes", "3", "--out", out)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+HOSTILE = """
+from agentkit.envs.frozen_lake import FrozenLake
+
+class HostileLake(FrozenLake):
+    concurrency = "inline"
+
+    def reset(self, **options):
+        observation, info = super().reset(**options)
+        if options["seed"] % 2:
+            raise RuntimeError("broken [/bold] \\x1b]0;owned\\x07 ice")
+        return "[Next >] [bold]\\x1b[31m" + observation, info
+"""
+
+
+def test_hostile_texts_and_failures_of_an_evaluation_are_shown_as_text(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    info = site / "hostile-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "hostile.py").write_text(HOSTILE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentkit.envs]\nHostileLake-v0 = hostile:HostileLake\n")
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    out = tmp_path / "out"
+    settings = ("env.max_turns=1", "rollout.max_tokens=4", "rollout.retries=0")
+    result = agentkit(
+        "eval", "quickstart", "--env", "HostileLake-v0", "--episodes", "4", "--out", out, *settings, PYTHONPATH=path
+    )
+    assert result.returncode == 0, result.stderr
+    assert "failures  2 episodes" in result.stdout
+    failed = agentkit("show", out, "--error", "BROKEN").stdout
+    assert agentkit("show", out, "--outcome", "voided").stdout == failed
+    assert len(failed.splitlines()) == 3
+    assert r"broken [/bold] \x1b]0;owned\x07 ice" in failed
+    played = agentkit("show", out, "--outcome", "truncated").stdout.splitlines()[1:]
+    shown = agentkit("show", out, "--episode", played[0].split()[0]).stdout
+    assert r"  [Next >] [bold]\x1b[31m" in shown
+    assert "\x1b" not in failed + shown
 
 
 class Oracle(BaseHTTPRequestHandler):
@@ -268,16 +328,20 @@ class Oracle(BaseHTTPRequestHandler):
         pass
 
 
-def test_eval_asks_an_endpoint_and_loads_no_model() -> None:
+def test_eval_asks_an_endpoint_and_loads_no_model(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Oracle) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        options = ("--env", "FrozenLake-v1", "--endpoint", url, "--episodes", "2", "env.max_turns=1")
+        records = ("--out", str(tmp_path / "out"))
+        options = ("--env", "FrozenLake-v1", "--endpoint", url, "--episodes", "2", "env.max_turns=1", *records)
         result = agentkit("eval", "some-model", *options)
         server.shutdown()
     assert result.returncode == 0, result.stderr
     assert "turns     1.00" in result.stdout
     assert "episodes  2 in" in result.stdout
+    shown = agentkit("show", tmp_path / "out", "--episode", "2").stdout
+    for part in ("system message:\n  You walk on a frozen lake", "<answer>Right</answer>"):
+        assert part in shown
 
 
 @pytest.mark.slow

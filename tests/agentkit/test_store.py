@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentkit import records
-from agentkit.codec import encode_trajectory
+from agentkit.codec import decode_trajectory, encode_trajectory
 from agentkit.config_io import parse_config
 from agentkit.errors import RunDirectoryError
 from agentkit.jsonl import JsonlWriter, read_jsonl
+from agentkit.records import Filter
 from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
 from agentkit.types import Trajectory, Turn
@@ -72,12 +76,83 @@ def test_lists_can_be_narrowed(directory: RunDirectory) -> None:
         for step in range(5):
             recorder.episode(step, episode(step), "trained" if step % 2 else "dropped")
     path = directory.episodes_file
-    assert [row.step for row in records.list_episodes(path, ending="trained")] == [1, 3]
+    assert [row.step for row in records.list_episodes(path, Filter(ending="trained"))] == [1, 3]
     assert [row.step for row in records.list_episodes(path, last=2)] == [3, 4]
-    assert [row.step for row in records.list_episodes(path, step=2)] == [2]
+    assert [row.step for row in records.list_episodes(path, Filter(step=2))] == [2]
     assert [trajectory.group_id for _, trajectory in records.iterate_trajectories(path, ending="dropped")] == [0, 2, 4]
     with pytest.raises(RunDirectoryError, match="has no episode 77; it holds 1 to 5"):
         records.read_episode(path, 77)
+
+
+def test_lists_can_be_filtered_and_sorted(directory: RunDirectory) -> None:
+    rewards = [0.5, -1.0, 2.0, 0.0]
+    with Recorder(directory) as recorder:
+        for number, reward in enumerate(rewards):
+            played = episode(number, reward / 2)  # two turns
+            if reward < 0:
+                played.outcome, played.reason = "voided", "EnvCrashed: the ICE broke"
+            elif reward > 1:
+                played.outcome, played.reason = "truncated", "the ice is long"
+            recorder.episode(0, played, "eval" if number % 2 else "trained")
+    path = directory.episodes_file
+
+    def groups(**options: Any) -> list[int]:
+        wanted = Filter(**{key: options.pop(key) for key in tuple(options) if key in Filter.__dataclass_fields__})
+        return [row.group_id for row in records.list_episodes(path, wanted, **options)]
+
+    assert groups(order="reward") == [1, 3, 0, 2]
+    assert groups(order="reward", last=2) == [0, 2]
+    assert groups(order="reward", reverse=True) == [2, 0, 3, 1]
+    assert groups(order="reward", reverse=True, last=2) == [3, 1]
+    assert groups(min_reward=0.0, max_reward=0.5) == [0, 3]
+    assert groups(outcome="truncated") == [2]
+    assert groups(error="the ice") == [1]
+    assert groups(error="") == [1]
+    assert groups(error="fire") == []
+    assert groups(ending="eval", min_reward=0.0) == [3]
+    assert groups(env_id="FrozenLake-v1", step=0) == [0, 1, 2, 3]
+    assert groups(env_id="Sokoban-v0") == []
+
+
+def test_an_evaluation_that_is_repeated_takes_the_place_of_the_first(directory: RunDirectory) -> None:
+    def rows() -> list[tuple[int, str, int]]:
+        found = records.list_episodes(directory.episodes_file)
+        return [(row.step, row.ending, row.group_id) for row in found]
+
+    with Recorder(directory) as recorder:
+        for step in (0, 2):
+            recorder.begin_evaluation(step)
+            recorder.episode(step, episode(1), "eval")
+            recorder.metrics(step, {"eval/success": 1.0})
+        recorder.episode(2, episode(7), "trained")
+        recorder.begin_evaluation(2)
+        recorder.episode(2, episode(3), "eval")
+    assert rows() == [(0, "eval", 1), (2, "trained", 7), (2, "eval", 3)]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_rollback_keeps_whole_evaluations_of_its_step_alone(directory: RunDirectory, measured: bool) -> None:
+    with Recorder(directory) as recorder:
+        for step in (1, 2, 3):
+            recorder.metrics(step, {"policy/loss": 0.0})
+            recorder.episode(step, episode(step), "trained")
+            recorder.episode(step, episode(step + 10), "eval")
+            if step != 2 or measured:
+                recorder.metrics(step, {"eval/success": 1.0})
+        recorder.rollback(2)
+    found = [(row.step, row.ending) for row in records.list_episodes(directory.episodes_file)]
+    assert found == [(1, "trained"), (1, "eval"), (2, "trained")] + [(2, "eval")] * measured
+
+
+def test_trajectories_of_older_records_read_back_without_a_system_message() -> None:
+    new = episode(1)
+    new.system = "Rules."
+    assert decode_trajectory(encode_trajectory(new)).system == "Rules."
+    data = encode_trajectory(new)
+    header = zlib.decompress(data[4:]).replace(b',"system":"Rules."', b"")
+    old = struct.pack("<I", struct.unpack_from("<I", header)[0] - len(b',"system":"Rules."')) + header[4:]
+    read = decode_trajectory(data[:4] + zlib.compress(old))
+    assert (read.system, read.group_id, len(read.turns)) == ("", 1, 2)
 
 
 def test_readers_see_a_run_that_is_going_on(directory: RunDirectory) -> None:

@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
+from agentkit import progress
 from agentkit.cli.evaluate import wilson_interval
-from agentkit.cli.views import LiveView, PlainView, Progression, duration
+from agentkit.cli.views import LiveView, PlainView, Progression
 from agentkit.config_io import parse_config
 
 CONFIG = parse_config("env: {id: FrozenLake-v1}")
@@ -58,6 +59,32 @@ def test_the_live_view_restores_the_terminal() -> None:
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h")
 
 
+HOSTILE = "[bold]x[/] [/] [Next >] :smile: \x1b]0;title\x07\x1b[31mred"
+SHOWN = "[bold]x[/] [/] [Next >] :smile: \\x1b]0;title\\x07\\x1b[31mred"
+
+
+def test_texts_of_others_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config("env: {id: FrozenLake-v1}", ["dir='runs/[bold]a[/]'", "model.path='[/]:smile:'"])
+    screen = io.StringIO()
+    for view in (LiveView(Console(file=screen, force_terminal=True, width=200)), PlainView()):
+        view.start(10, config)
+        view.message(HOSTILE)
+        with progress.work(HOSTILE, 4):
+            view.step(4, METRICS)
+            if isinstance(view, LiveView):
+                assert view._live is not None
+                view._live.refresh()
+        view.stop()
+    for output in (screen.getvalue(), capsys.readouterr().out):
+        assert "runs/[bold]a[/]" in output
+        assert "[/]:smile:" in output
+        assert SHOWN in output
+        assert "\x1b]" not in output
+        assert "\x1b[31m" not in output
+        assert "[dim]" not in output
+    assert f"{SHOWN} 0/4" in screen.getvalue()
+
+
 def test_the_time_left_counts_from_the_first_step_seen() -> None:
     progression = Progression(100)
     assert progression.seconds_left() is None
@@ -65,11 +92,6 @@ def test_the_time_left_counts_from_the_first_step_seen() -> None:
     assert progression.seconds_left() is None
     progression.reached(61, 1020.0)
     assert progression.seconds_left() == pytest.approx(2.0 * 39)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (42, "42 s"), (187, "3:07"), (7387, "2:03:07")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_interval_of_a_success_rate() -> None:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from agentkit.config import RunConfig
+from agentkit.config import RunConfig, attempts
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -23,8 +23,11 @@ def audit(run: Path, config: RunConfig) -> dict[str, int]:
     with sqlite3.connect(f"file:{run / 'episodes.sqlite'}?mode=ro", uri=True) as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
         columns = "step, ending, ending_reason, group_id, member, seed, version_started"
-        rows = database.execute(f"select {columns} from episodes").fetchall()
+        rows = database.execute(f"select {columns} from episodes where ending <> 'eval'").fetchall()
+        query = "select step, seed, outcome from episodes where ending = 'eval'"
+        evaluated = database.execute(query).fetchall()
     database.close()
+    _check_evaluations(evaluated, config)
     groups: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for row in rows:
         groups[row[3]].append(row)
@@ -56,6 +59,20 @@ def audit(run: Path, config: RunConfig) -> dict[str, int]:
             assert 0 <= step - 1 - row[6] <= math.ceil(config.rollout.async_ratio), f"group {group} was too old"
     assert trained_in == dict.fromkeys(range(1, config.steps + 1), config.rollout.groups)
     return dict(endings)
+
+
+def _check_evaluations(rows: list[tuple[Any, ...]], config: RunConfig) -> None:
+    """Before and after training, each seed has one episode with a result, or every attempt failed."""
+    first = config.evaluation.first_seed
+    expected = range(first, first + config.evaluation.episodes)
+    assert {row[0] for row in rows} == {0, config.steps}
+    for step in (0, config.steps):
+        valid = [row[1] for row in rows if row[0] == step and row[2] != "voided"]
+        failed = Counter(row[1] for row in rows if row[0] == step and row[2] == "voided")
+        assert len(valid) == len(set(valid)), f"seeds that were evaluated twice at step {step}: {valid}"
+        lost = [seed for seed in expected if seed not in valid]
+        assert set(valid) | set(failed) == set(expected), f"evaluation at step {step}: {sorted(valid)}"
+        assert all(failed[seed] == attempts(config) for seed in lost), f"evaluation at step {step}: {failed}"
 
 
 def _is_of_a_member_alone(row: tuple[Any, ...]) -> bool:

@@ -77,6 +77,17 @@ def episodes(directory: Path, ending: str | None = None) -> list[Trajectory]:
     return [trajectory for _, trajectory in iterate_trajectories(directory / "episodes.sqlite", ending=ending)]
 
 
+def training_episodes(directory: Path) -> list[Trajectory]:
+    return [
+        trajectory for row, trajectory in iterate_trajectories(directory / "episodes.sqlite") if row.ending != "eval"
+    ]
+
+
+def evaluation_episodes(directory: Path) -> list[tuple[int, Trajectory]]:
+    """The step of each, and the episode."""
+    return [(row.step, played) for row, played in iterate_trajectories(directory / "episodes.sqlite", ending="eval")]
+
+
 def tokens(trajectory: Trajectory) -> tuple[Any, ...]:
     """All that an episode's record says of tokens, for comparison bit by bit."""
     return (
@@ -109,7 +120,7 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: P
     for metrics in watcher.metrics:
         assert metrics["staleness/max"] <= np.ceil(config.rollout.async_ratio)
         assert np.isfinite(metrics["policy/loss"])
-    played = Counter((t.group_id, t.member, t.attempt) for t in episodes(config.dir))
+    played = Counter((t.group_id, t.member, t.attempt) for t in training_episodes(config.dir))
     assert set(played.values()) == {1}, "an episode has two endings"
     trained = episodes(config.dir, "trained")
     assert len(trained) == config.steps * config.rollout.groups * config.rollout.group_size
@@ -208,6 +219,28 @@ async def test_a_stop_in_imitation_keeps_what_was_imitated(tmp_path: Path) -> No
     assert (resumed.steps, resumed.finished, resumed.demonstrated_success) == (2, True, 1.0)
 
 
+async def test_evaluations_are_recorded_once_whatever_is_resumed(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", steps=2, evaluation={"episodes": 3, "every": 1}, checkpoint={"every": 1})
+    await go(config)
+    found = evaluation_episodes(config.dir)
+    first = config.evaluation.first_seed
+    expected = [(step, first + index) for step in (0, 1, 2) for index in range(3)]
+    assert sorted((step, trajectory.seed) for step, trajectory in found) == expected
+    for step, trajectory in found:
+        assert trajectory.version_started == step
+        assert trajectory.turns[0].versions[0][0] == step
+        assert "frozen lake" in trajectory.system
+    assert all(trajectory.seed < first for trajectory in training_episodes(config.dir))
+    # The last evaluation is done again, and two more follow.
+    longer = config.model_copy(update={"steps": 4})
+    await go(longer, resume=True)
+    expected += [(step, first + index) for step in (3, 4) for index in range(3)]
+    found = evaluation_episodes(config.dir)
+    assert sorted((step, trajectory.seed) for step, trajectory in found) == expected
+    played = Counter((t.group_id, t.member, t.attempt) for t in training_episodes(config.dir))
+    assert set(played.values()) == {1}
+
+
 class Fragile(TextEnv):
     """One step to success; every third environment that is made breaks."""
 
@@ -241,6 +274,10 @@ async def test_broken_environments_are_replaced_and_counted_but_never_scored(tmp
     assert sum(metrics["env/failures"] for metrics in watcher.metrics) > 0
     assert all(metrics["rollout/success"] == 1.0 for metrics in watcher.metrics)
     assert all("broken on arrival" in trajectory.reason for trajectory in episodes(config.dir, "voided"))
+    evaluated = [trajectory for _, trajectory in evaluation_episodes(config.dir)]
+    failed = [trajectory for trajectory in evaluated if trajectory.outcome == "voided"]
+    assert len(evaluated) - len(failed) == 2 * config.evaluation.episodes
+    assert all("broken on arrival" in trajectory.reason for trajectory in failed)
 
 
 async def test_an_environment_that_never_works_stops_the_run_with_its_own_error(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_deterministic_run_is_the_same_bit_for_bit_however_often_it_is_killed(
         audit(case.run, case.config())
         with sqlite3.connect(case.run / "episodes.sqlite") as database:
             columns = "step, ending, group_id, member, seed, reward, tokens"
-            query = f"select {columns} from episodes where step <= 30 order by 1, 3, 4"
+            query = f"select {columns} from episodes where step <= 30 order by 1, 2, 3, 4"
             episodes = database.execute(query).fetchall()
         database.close()
         losses = [line.get("policy/grad_norm") for line in read_lines(case.run / "metrics.jsonl")]

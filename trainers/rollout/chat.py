@@ -37,6 +37,7 @@ class ChatPlayer:
         observation fits into the endpoint's context.
         """
         rules, begun = self.rules, time.perf_counter()
+        trajectory.system = self._system.content
         key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
         seeds = turn_seeds(rules.seed, key, rules.source.max_turns)
         messages = [self._system]

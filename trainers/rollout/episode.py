@@ -151,6 +151,7 @@ class Player:
         ``ConfigError`` if not even the first prompt fits into the context.
         """
         rules, tokens, begun = self.rules, TokenBuffer(), time.perf_counter()
+        trajectory.system = self._system
         key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
         session = ".".join(map(str, key))
         seeds: list[int] = []

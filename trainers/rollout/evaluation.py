@@ -1,14 +1,16 @@
 """Play episodes to measure a policy, apart from training.
 
-Invariant: success rate and means are over episodes whose environment worked; the others are counted beside them.
+Invariant: success rate and means are over episodes whose environment worked; the others are counted beside them. Every
+episode that ends, in whatever way, is reported once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentkit import progress
 from agentkit.config import RunConfig, attempts
 from agentkit.errors import EnvError, EnvFailureBudgetExceeded
 from agentkit.openai import ChatEndpoint
@@ -23,6 +25,10 @@ from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import Trajectory
 
 _EVALUATION_STREAM = 1
+
+OnEpisode = Callable[[Trajectory, str], None]
+"""Called for every episode that ends, with the kind of the error if its environment failed. ``group_id`` is the index
+of its seed; a failed one may be followed by another attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ async def evaluate(
     *,
     temperature: float,
     concurrency: int | None = None,
+    on_episode: OnEpisode = lambda trajectory, reason: None,
 ) -> EvalResult:
     """One episode of ``config.env`` for each of ``seeds``; ``temperature`` 0 is greedy.
 
@@ -60,7 +67,7 @@ async def evaluate(
     Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and what the engine raises.
     """
     player = Player(engine, renderer, parser, _rules(config, temperature))
-    return await _play_all(player, seeds, concurrency or 2 * config.engine.max_batch, attempts(config))
+    return await _play_all(player, seeds, concurrency or 2 * config.engine.max_batch, attempts(config), on_episode)
 
 
 async def evaluate_endpoint(
@@ -71,10 +78,11 @@ async def evaluate_endpoint(
     *,
     temperature: float,
     concurrency: int | None = None,
+    on_episode: OnEpisode = lambda trajectory, reason: None,
 ) -> EvalResult:
     """``evaluate`` for a model behind a chat endpoint, at most ``engine.max_batch`` episodes at a time by default."""
     player = ChatPlayer(endpoint, parser, _rules(config, temperature))
-    return await _play_all(player, seeds, concurrency or config.engine.max_batch, attempts(config))
+    return await _play_all(player, seeds, concurrency or config.engine.max_batch, attempts(config), on_episode)
 
 
 def _rules(config: RunConfig, temperature: float) -> EpisodeRules:
@@ -82,28 +90,39 @@ def _rules(config: RunConfig, temperature: float) -> EpisodeRules:
     return replace(rules, temperature=temperature, stream=_EVALUATION_STREAM)
 
 
-async def _play_all(player: Player | ChatPlayer, seeds: Sequence[int], concurrency: int, attempts: int) -> EvalResult:
+async def _play_all(
+    player: Player | ChatPlayer, seeds: Sequence[int], concurrency: int, attempts: int, on_episode: OnEpisode
+) -> EvalResult:
     pool = EnvPool(player.rules.source)
     queue = list(enumerate(seeds))[::-1]
     played: dict[int, Trajectory] = {}
 
-    async def worker() -> None:
-        while queue:
-            index, task_seed = queue.pop()
-            played[index] = await _one(player, pool, index, task_seed, attempts)
+    def so_far() -> str:
+        valid = [trajectory.success for trajectory in tuple(played.values()) if trajectory.outcome != "voided"]
+        return f"success {sum(valid) / len(valid):.0%}" if valid else ""
 
-    workers = [asyncio.ensure_future(worker()) for _ in range(min(concurrency, len(queue)))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-        await pool.close()
+    with progress.work("evaluation", len(queue), detail=so_far) as work:
+
+        async def worker() -> None:
+            while queue:
+                index, task_seed = queue.pop()
+                played[index] = await _one(player, pool, index, task_seed, attempts, on_episode)
+                work.advance()
+
+        workers = [asyncio.ensure_future(worker()) for _ in range(min(concurrency, len(queue)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for task in workers:
+                task.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await pool.close()
     return _result([played[index] for index in range(len(seeds))])
 
 
-async def _one(player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int, attempts: int) -> Trajectory:
+async def _one(
+    player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int, attempts: int, on_episode: OnEpisode
+) -> Trajectory:
     for attempt in range(attempts):
         trajectory = Trajectory(index, 0, player.rules.source.id, seed, version_started=0, attempt=attempt)
         env = pool.acquire(fresh=attempt > 0)
@@ -113,6 +132,7 @@ async def _one(player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int
             pool.release(env, failed=True)
             trajectory.outcome, trajectory.success = "voided", False
             trajectory.reason = f"{type(error).__name__}: {error}"
+            on_episode(trajectory, type(error).__name__)
         except BaseException:
             pool.release(env)
             raise
@@ -120,6 +140,7 @@ async def _one(player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int
             pool.release(env)
             if versions := trajectory.turns[0].versions:  # an endpoint's are unknown
                 trajectory.version_started = versions[0][0]
+            on_episode(trajectory, "")
             return trajectory
     return trajectory  # pyright: ignore[reportPossiblyUnboundVariable]
 
@@ -139,3 +160,13 @@ def _result(trajectories: Sequence[Trajectory]) -> EvalResult:
         trajectories=tuple(trajectories),
         metrics=task_metrics(valid),
     )
+
+
+def evaluation_metrics(result: EvalResult) -> dict[str, float]:
+    """What is recorded of an evaluation besides its episodes (``eval/…``)."""
+    return {
+        "eval/success": result.success,
+        "eval/return_mean": result.return_mean,
+        "eval/turns_mean": result.turns_mean,
+        **{f"eval/{name}": value for name, value in result.metrics.items()},
+    }

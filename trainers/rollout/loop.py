@@ -145,6 +145,11 @@ class RolloutLoop:
         await self._pool.close()
         self._collector.stop()
 
+    def under_way(self) -> str:
+        """How many episodes are finished and how many are played; may be called from any thread."""
+        finished = sum(len(group.done) for group in tuple(self._groups.values()))
+        return f"{finished} finished, {len(self._alive)} being played"
+
     def metrics(self) -> dict[str, float]:
         """Counts and means since the last call."""
         replays, self._pool.replays = self._pool.replays, 0

@@ -1,0 +1,75 @@
+"""Signs of life from long work: a line that is rewritten on a terminal, a line every few seconds elsewhere.
+
+Invariant: while a heartbeat runs, at most ``INTERVAL_S`` seconds pass without output. It stops with its block and
+leaves the terminal as it found it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from agentkit import progress
+from agentkit.text import printable
+
+INTERVAL_S = 4.0
+
+
+class Heartbeat:
+    """A thread that calls ``say`` with what is under way whenever nothing was said for ``INTERVAL_S`` seconds."""
+
+    def __init__(self, say: Callable[[str], None], fallback: str = "working") -> None:
+        self.fallback = fallback
+        """Said when no work names itself."""
+        self._say = say
+        self._spoke = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="agentkit-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def spoke(self) -> None:
+        """Something else was said just now."""
+        self._spoke = time.monotonic()
+
+    def stop(self) -> None:
+        """Idempotent; nothing is said after it returns."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(max(self._spoke + INTERVAL_S - time.monotonic(), 0.05)):
+            if time.monotonic() >= self._spoke + INTERVAL_S:
+                self.spoke()
+                self._say("… " + printable(progress.describe() or self.fallback))
+
+
+@contextlib.contextmanager
+def watched(label: str) -> Iterator[None]:
+    """Show on standard error what is under way inside the block; ``label`` names the whole of it."""
+    with progress.work(label):
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+            from rich.text import Text
+
+            # Standard output may be a file: it is not rich's to redirect.
+            with Live(
+                get_renderable=lambda: Text(printable(progress.describe()), overflow="ellipsis", no_wrap=True),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+            ):
+                yield
+            return
+        heartbeat = Heartbeat(lambda text: print(text, file=sys.stderr, flush=True))
+        heartbeat.start()
+        try:
+            yield
+        finally:
+            heartbeat.stop()
