@@ -276,7 +276,8 @@ def fetch(name: str, source: Path | None = None) -> Path:
     """Bring a set here and return its folder; one that is here already stays as it is.
 
     Args:
-        source: an archive, or a folder that holds the files, instead of the official addresses.
+        source: an archive, a folder that holds the files, or the only file of a set that has one, instead of the
+            official addresses.
 
     An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
     """
@@ -292,7 +293,7 @@ def fetch(name: str, source: Path | None = None) -> Path:
         try:
             if source is not None:
                 with progress.work(f"taking {name} from {source}"):
-                    _take(source, filling)
+                    _take(known, source, filling)
             elif known.generate is not None:
                 with progress.work(f"making the data set {name}"):
                     _named(known.generate)(filling)
@@ -431,8 +432,10 @@ def _download(known: DataSet, target: Path, parts: Path) -> None:
             shutil.copyfile(part, target / remote.path)
 
 
-def _take(source: Path, target: Path) -> None:
-    """Copy the files of a folder, or unpack an archive. What they were when they were taken elsewhere is forgotten."""
+def _take(known: DataSet, source: Path, target: Path) -> None:
+    """Copy the files of a folder, or the only file of a set, or unpack an archive. What they were when they were taken
+    elsewhere is forgotten."""
+    single = _name_of_only_file(known, source)
     if source.is_dir():
         # Listed before anything is copied, since the target may lie in it.
         for folder, _, files in list(os.walk(source, onerror=_raise, followlinks=True)):
@@ -442,10 +445,24 @@ def _take(source: Path, target: Path) -> None:
                 shutil.copyfile(Path(folder, name), copied / name)
     elif source.is_file() and is_archive(source):
         unpack(source, target)
+    elif source.is_file() and single is not None:
+        (target / single).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target / single)
+    elif not source.exists():
+        raise DataError(f"{source} does not exist")
     else:
-        raise DataError(f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2)")
+        wanted = " or ".join(" and ".join(form) for form in known.forms)
+        raise DataError(
+            f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2) that holds {wanted}"
+        )
     for record in target.rglob(RECORD):
         record.unlink()
+
+
+def _name_of_only_file(known: DataSet, source: Path) -> str | None:
+    """The name in the set of a file that can be all of it, whatever it is called elsewhere; else None."""
+    names = [form[0] for form in known.forms if len(form) == 1 and Path(form[0]).suffix == source.suffix]
+    return source.name if source.name in names else next(iter(names), None)
 
 
 def _raise(error: OSError) -> None:

@@ -61,7 +61,8 @@ def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
 def fetch(
     name: Name,
     source: Annotated[
-        Path | None, typer.Option("--from", help="An archive or a folder that holds it, instead of a download.")
+        Path | None,
+        typer.Option("--from", help="An archive, folder or file that holds it, instead of a download."),
     ] = None,
 ) -> None:
     """Bring a data set here: download (going on where an earlier attempt stopped), verify, unpack."""

@@ -32,6 +32,7 @@ class Part:
 
     kind: Kind
     text: str
+    """With the blanks around it that the benchmark's templates have."""
     group: str = ""
     """Of an option: what it is a choice of."""
 
@@ -148,7 +149,7 @@ class Session:
     def parts(self) -> list[Part]:
         """What the page shows, from top to bottom."""
         if self.page == "index":
-            heading = [Part("title", "WebShop"), *self._instruction()]
+            heading = [Part("title", "WebShop"), Part("instruction", "Instruction: "), *self._instruction()[1:]]
             return [*heading, Part("button", SEARCH)]
         if self.page == "done":
             return self._receipt()
@@ -161,8 +162,7 @@ class Session:
         parts = [Part("text", f"Page {self.number} (Total results: {len(self.hits)})")]
         if self.number > 1:
             parts.append(Part("button", PREVIOUS))
-        if self.number * PER_PAGE < len(self.hits):
-            parts.append(Part("button", NEXT))
+        parts.append(Part("button", NEXT))  # after the last page too: there is one without products then
         for product in map(self.catalogue.product, self.shown):
             parts += [Part("image", product.image), Part("link", product.asin)]
             parts += [Part("name", product.title), Part("text", product.price_tag)]
@@ -183,16 +183,21 @@ class Session:
     def _item_sub_page(self) -> list[Part]:
         product = self.product
         texts = {
-            "Description": [product.description or "No Description"],
-            "Features": product.bullets or ["No Features"],
+            "Description": [product.description],
+            "Features": [f" {bullet}" for bullet in product.bullets],
             "Reviews": _reviews(product),
-            "Attributes": [*product.attributes, product.category, product.query, product.product_category],
+            "Attributes": [
+                *(f" {name}" for name in product.attributes),
+                product.category,
+                product.query,
+                product.product_category,
+            ],
         }[self.sub_page]
         return [Part("button", PREVIOUS), *(Part("text", text) for text in texts)]
 
     def _receipt(self) -> list[Part]:
         assert self.score is not None
-        texts = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)"]
+        texts = ["Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)"]
         texts += [
             "Purchased",
             "asin",
@@ -201,8 +206,9 @@ class Session:
             _html_safe(json.dumps(self.options, sort_keys=True)),
         ]
         texts += ["attrs", "None", "category", "None", "query", "None", "product category", "None", "Target", "asin"]
-        texts += ["options", "attrs", "price upper", "instuction text", "category", "product category", "query", "Goal"]
-        texts += ["None", "Reward", "Your score (min 0.0, max 1.0)", str(self.score.reward), "Reward Details", "None"]
+        texts += ["options", "attrs", "price upper", "instuction text", "category", "product category", "query"]
+        texts += ["Goal ", "None", "Reward", "Your score (min 0.0, max 1.0)", str(self.score.reward)]
+        texts += ["Reward Details ", "None"]
         return [Part("text", text) for text in texts]
 
 
@@ -217,4 +223,4 @@ def _reviews(product: Product) -> list[str]:
     texts = []
     for review in product.reviews:
         texts += [f'"{review.get("title", "")}"', str(review.get("score", "")), review.get("body", "")]
-    return texts or ["No reviews found"]
+    return texts

@@ -219,8 +219,33 @@ def test_a_local_archive_or_folder_serves_as_well(place, monkeypatch):
     declare(monkeypatch, name="others")
     assert numbers(data.fetch("others", folder)) == {"lines": 2}
     declare(monkeypatch, name="third")
-    with pytest.raises(DataError, match="neither a folder nor an archive"):
+    with pytest.raises(DataError, match="does not exist"):
         data.fetch("third", place / "nothing")
+    (place / "notes.json").write_text("{}")
+    with pytest.raises(DataError, match=r"neither a folder nor an archive .* games/a\.txt"):
+        data.fetch("third", place / "notes.json")
+
+
+def count_lines(folder):
+    return {"lines": sum(len(path.read_text().splitlines()) for path in folder.glob("*.csv"))}
+
+
+def test_the_file_that_forms_a_set_serves_as_well(place, monkeypatch):
+    forms = (("test.csv",), ("lite_test.csv",))
+    declare(monkeypatch, forms=forms, counter=f"{__name__}:count_lines")
+    (place / "test-00000-of-00001.csv").write_text("one\n")
+    with pytest.raises(DataError, match="1 lines instead of 2"):
+        data.fetch("toys", place / "test-00000-of-00001.csv")
+    (place / "test-00000-of-00001.csv").write_text("one\ntwo\n")
+    assert [path.name for path in data.fetch("toys", place / "test-00000-of-00001.csv").glob("*.csv")] == ["test.csv"]
+    assert data.verify("toys") == []
+    declare(monkeypatch, name="others", forms=forms, counter=f"{__name__}:count_lines")
+    (place / "lite_test.csv").write_text("one\ntwo\n")
+    assert [path.name for path in data.fetch("others", place / "lite_test.csv").glob("*.csv")] == ["lite_test.csv"]
+    declare(monkeypatch, name="third", forms=forms, counter=f"{__name__}:count_lines")
+    (place / "test.json").write_text("{}")
+    with pytest.raises(DataError, match="neither a folder nor an archive"):
+        data.fetch("third", place / "test.json")
 
 
 def write_toys(folder):

@@ -466,6 +466,51 @@ def test_rich_pages_mark_what_was_clicked(own):
     assert "[clicked button]" not in env.step("click[back to search]")[0]
 
 
+def test_pages_have_the_blanks_and_gaps_of_the_benchmarks_templates(own, monkeypatch):
+    env = make(observation_mode="text_rich", show_attributes=True)
+    first, _ = env.reset(seed=0)
+    text = env.session.goal.instruction
+    assert first == f"WebShop\nInstruction: \n{text}\n[button] Search [button_]\n"
+    number = env.session.goal.product
+    product = own.product(number)
+    env.step(f"search[{product.title}]")
+    top = f"Instruction:\n{text}\n[button] Back to Search [button_]\n"
+    # The list goes on behind its end, where there are no products.
+    last, results = -(-len(env.session.hits) // 10), ""
+    for page in range(2, last + 2):
+        results = env.step("click[next >]")[0]
+        found = f"Page {page} (Total results: {len(env.session.hits)})\n"
+        assert results.startswith(f"{top}{found}[button] < Prev [button_]\n[button] Next > [button_]\n")
+    assert results.endswith("[button] Next > [button_]\n")
+    env.step("click[back to search]")
+    env.step(f"search[{product.title}]")
+    env.step(f"click[{product.asin.lower()}]")
+    top += "[button] < Prev [button_]\n"
+    changed = dataclasses.replace(product, description="", bullets=["first ", "", "last"], reviews=[], attributes=["a"])
+    shop = env.session.catalogue
+    show = shop.product
+    monkeypatch.setattr(shop, "product", lambda n: changed if n == number else show(n))
+    kinds = f"{product.category}\n{product.query}\n{product.product_category}\n"
+    pages_of = {"description": "", "features": " first \n \n last\n", "reviews": "", "attributes": f" a\n{kinds}"}
+    for sub_page, expected in pages_of.items():
+        assert env.step(f"click[{sub_page}]")[0] == top + expected
+        plain = " [SEP] ".join(line.strip() for line in expected.splitlines())
+        assert pages.text(env.session).partition("[SEP] < Prev")[2] == (f" [SEP] {plain}" if expected else "")
+        env.step("click[< prev]")
+    review = {"title": "Good", "score": 4, "body": ""}
+    changed = dataclasses.replace(changed, bullets=[], reviews=[review], description=" \n ")
+    assert env.step("click[features]")[0] == top
+    env.step("click[< prev]")
+    assert env.step("click[reviews]")[0] == top + '"Good"\n4\n'
+    env.step("click[< prev]")
+    assert env.step("click[description]")[0] == top
+    env.step("click[< prev]")
+    receipt = env.step("click[buy now]")[0].split("\n")
+    assert receipt[1:4] == ["Your code: ", "None", " (Paste it in your MTurk interface.)"]
+    assert "Goal " in receipt
+    assert receipt[-3] == "Reward Details "
+
+
 class Visible(HTMLParser):
     """The texts of a page's body, as a browser would find them."""
 
