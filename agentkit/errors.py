@@ -7,6 +7,7 @@ and what to do. An environment's failure is never a policy's failure: ``EnvError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from agentkit.text import printable
@@ -107,9 +108,27 @@ class StartTimeout(SandboxError):
     retryable = True
 
 
+LOSS_REASONS: Mapping[str, str] = {
+    "exited": "its main process ended, by itself or killed by something in the sandbox",
+    "oom": "its memory limit killed its main process",
+    "removed": "it was removed: closed, expired, or removed by somebody else",
+    "engine_down": "the engine or the sandbox server that it was on is gone",
+    "agent_dead": "the connection to its agent ended, or the agent answers pings and not the call",
+    "hung": "its agent gives no sign of life: stopped, starved, or frozen from outside",
+    "frozen": "somebody else paused it",
+    "slow": "it answered far more slowly than its peers, and its pool took it out of use",
+    "tainted": "processes in it survived their kill; restart it",
+    "replaced": "it was restarted, reset or replaced: what belonged to the earlier one is gone",
+    "closed": "this end closed the connection; the sandbox itself may go on",
+    "spoiled": "it cannot be rebuilt: what was done in it is not known exactly",
+    "diverged": "it cannot be rebuilt: an action that was replayed came out differently",
+}
+"""Every ``reason`` of ``SandboxLost`` and what it means."""
+
+
 class SandboxLost(SandboxError):
-    """The sandbox is gone. ``details``: ``reason`` (exited, oom, removed, engine_down, agent_dead, tainted, replaced),
-    and where known ``exit_code``, ``log_tail``, ``stdout``, ``stderr``. A call in flight may have had effects."""
+    """The sandbox is gone. ``details``: ``reason`` (one of ``LOSS_REASONS``), and where known ``exit_code``,
+    ``log_tail``, ``stdout``, ``stderr``. A call in flight may have had effects."""
 
     retryable = True
     side_effects = "maybe"

@@ -78,7 +78,8 @@ class EnvProcess:
             self._break(EnvCrashed(f"{name} was interrupted"))
             raise
         try:
-            return await reply  # if this is cancelled, the answer is awaited by nobody and dropped when it comes
+            with self._box.watched():
+                return await reply  # if this is cancelled, the answer is awaited by nobody and dropped when it comes
         finally:
             timer.cancel()
 

@@ -59,6 +59,10 @@ class AgentChannel(Channel):
         """The proxy that serves ``relays``, with its counts, where the network has an allow-list."""
         self._beat()
 
+    @property
+    def heard(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._link.heard
+
     # Commands
 
     async def exec(self, request: ExecRequest) -> ExecResult:

@@ -216,6 +216,8 @@ class Link(asyncio.Protocol):
         self.on_relay: Callable[[int], Exchange] | None = None
         self.on_frame: Callable[[], None] = lambda: None
         self.lost: asyncio.Future[str] = self.loop.create_future()
+        self.heard = self.loop.time()
+        """When anything arrived last."""
 
     # Requests
 
@@ -324,6 +326,7 @@ class Link(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self.heard = self.loop.time()
         try:
             for frame in self._decoder.feed(data):
                 self._handle(frame)

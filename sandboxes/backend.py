@@ -54,6 +54,8 @@ class Channel(abc.ABC):
     """See ``SandboxInfo.isolation``."""
     lost: asyncio.Future[str]
     """Gets the reason when the connection ends, whoever ended it (``closed`` for ``close``)."""
+    heard: float = float("-inf")
+    """When the other side sent anything last, in the event loop's time; stays as it is where that is not known."""
 
     @abc.abstractmethod
     async def exec(self, request: ExecRequest) -> ExecResult:
@@ -100,6 +102,11 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     async def ping(self, timeout: float) -> float:
         """Seconds of a round trip. Raises ``asyncio.TimeoutError``."""
+
+    @abc.abstractmethod
+    def lose(self, reason: str) -> None:
+        """End the connection because the sandbox is lost: all that waits on it raises ``SandboxLost`` with ``reason``
+        at once. The first reason stays."""
 
     @abc.abstractmethod
     async def close(self) -> None:

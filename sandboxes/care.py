@@ -28,6 +28,8 @@ _CANARY = ":"
 """The least a shell can do: it takes the way of all work and needs a process."""
 
 
+_QUICK_MISSES = 2
+"""Misses in a row after which one that is about to be handed out is replaced by another."""
 LOOK_TIMEOUT = 10.0
 """Seconds that the engine gets to say what is there."""
 REMOVE_TIMEOUT = 30.0
@@ -136,7 +138,7 @@ class Care:
 
         def look(transition: Transition) -> None:
             if transition.after in ("unhealthy", "stopping", "failed"):
-                lost(place, place.box.loss or transition.cause)
+                lost(place, place.box.loss or "removed")
 
         place.unwatch = place.box.watch(look)
 
@@ -146,16 +148,17 @@ class Care:
             return box.loss
         return "" if box.state in WORKING or box.state == "paused" else box.state
 
-    async def ping(self, box: Sandbox) -> float:
-        """Seconds of a round trip. Raises ``asyncio.TimeoutError``, ``SandboxError``."""
-        return await box.ping(self._policy.ping_timeout)
+    async def pulse(self, box: Sandbox) -> float | None:
+        """Seconds until a sign of life; None if it is hung. Raises ``SandboxError``."""
+        return await box.pulse(self._policy.ping_timeout, self._policy.ping_failures)
 
     async def ready(self, place: Place) -> str:
         """Wake it for its next user. Why it cannot be used, or empty."""
         box = place.box
         try:
             await self._rouse(place)
-            await self.ping(box)
+            if await box.pulse(self._policy.ping_timeout, _QUICK_MISSES) is None:
+                return "hung"
             await self._extend(box)
         except (SandboxError, asyncio.TimeoutError):
             return self.unusable(box) or "hung"

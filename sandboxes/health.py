@@ -23,10 +23,11 @@ from agentkit.sandboxes.types import Stats
 class HealthPolicy:
     """How closely sandboxes are watched. Seconds, and shares between 0 and 1."""
 
-    ping_interval: float = 5.0
-    ping_timeout: float = 2.0
+    ping_interval: float = 2.0
+    ping_timeout: float = 0.9
+    """Without any sign of life after a ping that count as one miss; not if this process was late itself."""
     ping_failures: int = 3
-    """Pings in a row without an answer that make a sandbox unhealthy."""
+    """Misses in a row that make a sandbox unhealthy."""
     canary_interval: float = 30.0
     """Between two commands run in an idle sandbox: a ping proves that the agent answers, work that it works."""
     canary_timeout: float = 5.0
@@ -37,7 +38,7 @@ class HealthPolicy:
     """Slow is more than this many times the median of the peers' round trips …"""
     slow_floor: float = 0.25
     """… and never less than this."""
-    slow_windows: int = 3
+    slow_windows: int = 6
     eject: float = 0.2
     """Most of the sandboxes that are set aside for slowness at one time."""
     probation: float = 30.0
@@ -50,7 +51,7 @@ class HealthPolicy:
     @property
     def detection(self) -> float:
         """Longest time until a hung sandbox counts as unhealthy."""
-        return self.ping_interval * (self.ping_failures - 1) + self.ping_timeout + self.ping_interval
+        return self.ping_interval + self.ping_failures * self.ping_timeout
 
 
 @dataclass(frozen=True)

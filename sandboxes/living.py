@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 from agentkit.errors import EngineUnavailable, InvalidTransition, LeaseExpired, SandboxError, SandboxLost, StartTimeout
 from agentkit.sandboxes import calls
-from agentkit.sandboxes.aio import finished
+from agentkit.sandboxes.aio import finished, stopped
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends import Release
 from agentkit.sandboxes.claims import Claim
 from agentkit.sandboxes.lifecycle import WORKING, Lifecycle
+from agentkit.sandboxes.pulse import MISSES, PERIOD, pulse
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.types import ExecRequest, ExecResult, Snapshot, State, Transition
 
@@ -30,8 +31,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 ANSWER_GRACE = 10.0
-"""Seconds beyond its own timeout after which a command that nobody answers for means that the agent is dead. The
-agent itself kills what runs out of time within 2 s."""
+"""Seconds beyond its own timeout that a command gets whose agent answers pings: killing what ran out of time takes the
+agent up to 2 s."""
+OVERDUE_PERIOD, OVERDUE_MISSES = 0.95, 2
+"""After its own timeout, silence of so many periods shows that the agent is hung."""
 CALL_TIMEOUT = 60.0
 """Seconds after which a call that is no command means the same."""
 ENGINE_TIMEOUT = 30.0
@@ -62,6 +65,8 @@ class Living:
         self._expired = False
         self._finding: asyncio.Task[dict[str, Any]] | None = None
         self._in_flight = 0
+        self._waiting = 0
+        self._vigil: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
         self._origin: Snapshot | None = None
@@ -74,12 +79,12 @@ class Living:
     async def call(self, work: Callable[[Channel], Awaitable[T]], cause: str) -> T:
         """One call on the channel of a working sandbox, bounded in time. Raises like ``exec``."""
         with self._work(cause) as channel:
-            return await self._answered(channel, work(channel), CALL_TIMEOUT)
+            return await self._answered(channel, work(channel), CALL_TIMEOUT, 0.0)
 
     async def working(self, work: Awaitable[T], cause: str) -> T:
         """Work that bounds its own time, for which the sandbox counts as busy. Raises like ``exec``."""
         try:
-            with self._work(cause):
+            with self._work(cause), self.watched():
                 return await work
         finally:
             if isinstance(work, Coroutine):
@@ -88,6 +93,48 @@ class Living:
     async def ping(self, timeout: float = 2.0) -> float:
         """Seconds of a round trip to the agent. Raises ``asyncio.TimeoutError``, ``SandboxLost``."""
         return await self._usable().ping(timeout)
+
+    async def pulse(self, period: float, misses: int) -> float | None:
+        """Seconds until a sign of life; None if there was none for ``misses`` periods in a row.
+
+        Raises ``SandboxLost``, and ``InvalidTransition`` if it was paused meanwhile.
+        """
+        channel, began = self._usable(), self._now()
+        latency = await pulse(channel, period, misses)
+        if latency is None and self.was_paused(began):
+            raise self._impossible("answer")
+        return latency
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the body waits for something in the sandbox, look every second whether it lives.
+
+        Once it is silent for some seconds it is lost (``hung``), and all that waits for it raises ``SandboxLost``.
+        """
+        self._waiting += 1
+        if self._vigil is None:
+            self._vigil = asyncio.get_running_loop().call_later(PERIOD, self._begin_vigil)
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._vigil is not None:
+                self._vigil.cancel()
+                self._vigil = None
+
+    def condemn(self, reason: str) -> None:
+        """It is lost, as seen from outside: what waits for it fails at once, and it takes no more commands."""
+        channel = self._channel
+        if channel is None or channel.lost.done() or self.state in ("unhealthy", "stopping", "removed", "failed"):
+            return
+        channel.lose(reason)
+        self._on_lost(channel)
+
+    def was_paused(self, since: float) -> bool:
+        """Whether its owner paused it, or let it go on, at any time since then (of the event loop)."""
+        return self.state == "paused" or any(
+            "paused" in (change.before, change.after) and change.monotonic >= since for change in self.history
+        )
 
     def note_slowness(self, slow: bool, cause: str) -> None:
         """It answers far more slowly than its peers, or does so no longer: the state tells, and it works on."""
@@ -173,12 +220,12 @@ class Living:
         end = loop.time() + self.spec.start_timeout
         if self.spec.setup:
             request = calls.request(self.spec, self.spec.setup, timeout=self.spec.start_timeout)
-            result = await self._answered(channel, channel.exec(request), request.timeout + ANSWER_GRACE)
+            result = await self._answered(channel, channel.exec(request), request.timeout)
             if not result.ok:
                 raise self._not_started("setup", request, result)
         while self.spec.ready:
             request = calls.request(self.spec, self.spec.ready, timeout=max(end - loop.time(), 0.1))
-            result = await self._answered(channel, channel.exec(request), request.timeout + ANSWER_GRACE)
+            result = await self._answered(channel, channel.exec(request), request.timeout)
             if result.ok:
                 return
             if loop.time() + _READY_POLL >= end:
@@ -323,6 +370,27 @@ class Living:
             if not self._in_flight and self.state == "busy" and self.generation == generation:
                 self._lifecycle.to("ready", "done")
 
+    def _begin_vigil(self) -> None:
+        self._vigil = asyncio.ensure_future(self._keep_vigil())
+
+    async def _keep_vigil(self) -> None:
+        while True:
+            if self._channel is not None and await self._is_silent(self._channel, PERIOD, MISSES):
+                self.condemn("hung")
+            await asyncio.sleep(PERIOD)
+
+    async def _is_silent(self, channel: Channel, period: float, misses: int) -> bool:
+        """Whether the agent gives no sign of life, though it could."""
+        began = self._now()
+        try:
+            return await pulse(channel, period, misses) is None and not self.was_paused(began)
+        except SandboxError:
+            return False  # lost already, or its server is away: what waits hears of it otherwise
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
     def _usable(self) -> Channel:
         """The channel of a sandbox that takes commands."""
         self._check_there()
@@ -345,21 +413,45 @@ class Living:
     def _impossible(self, what: str) -> InvalidTransition:
         return InvalidTransition(f"sandbox {self.id} is {self.state} and cannot {what} now", state=self.state)
 
-    async def _answered(self, channel: Channel, work: Awaitable[T], limit: float) -> T:
-        """An answer within ``limit`` seconds, or the agent counts as dead."""
+    async def _answered(self, channel: Channel, work: Awaitable[T], limit: float, grace: float = ANSWER_GRACE) -> T:
+        """What comes of ``work``, which a sandbox that is well answers for within ``limit`` seconds.
+
+        Raises ``SandboxLost`` at most 2 s later if the agent gives no sign of life, and after ``grace`` if it does.
+        """
+        task = asyncio.ensure_future(work)
         try:
-            return await asyncio.wait_for(work, limit)
+            with self.watched():
+                await asyncio.wait({task}, timeout=limit)
+                if not task.done() and grace:
+                    await self._overdue(channel, task, grace)
+            if not task.done():
+                if channel is self._channel:
+                    self._loss = self._loss or "agent_dead"
+                    self._fall_ill(f"no answer for {limit + grace:g} s")
+                raise SandboxLost(
+                    f"sandbox {self.id} did not answer for {limit + grace:g} s; replace or restart it",
+                    reason="agent_dead",
+                )
+            return task.result()
         except SandboxLost as error:
             if error.details.get("reason") == "agent_dead" and channel is self._channel and self._finding is not None:
                 await self._explain(error, self._finding)
             raise
-        except asyncio.TimeoutError:
-            if channel is self._channel:
-                self._loss = self._loss or "agent_dead"
-                self._fall_ill(f"no answer for {limit:g} s")
-            raise SandboxLost(
-                f"sandbox {self.id} did not answer for {limit:g} s; replace or restart it", reason="agent_dead"
-            ) from None
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _overdue(self, channel: Channel, task: asyncio.Future[T], grace: float) -> None:
+        """The agent should have ended it by itself: tell one that takes long from one that is hung."""
+        silence = asyncio.ensure_future(self._is_silent(channel, OVERDUE_PERIOD, OVERDUE_MISSES))
+        try:
+            await asyncio.wait({task, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if silence.done() and silence.result() and channel is self._channel:
+                self.condemn("hung")
+        finally:
+            await stopped([silence])
+        await asyncio.wait({task}, timeout=grace)
 
     async def _explain(self, error: SandboxLost, finding: asyncio.Future[dict[str, Any]]) -> None:
         found = await asyncio.shield(finding)

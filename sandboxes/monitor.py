@@ -79,7 +79,8 @@ class Monitor:
     ) -> None:
         self._ward, self._care, self._policy, self._rng, self._host = ward, care, policy, rng, host
         self._slow = SlowPeers(policy)
-        self._missed: dict[Place, tuple[int, int]] = {}
+        self._pinged: set[Place] = set()
+        """Those whose answer is awaited."""
         self._next_canary: dict[Place, float] = {}
         self._strays: dict[str, float] = {}
         self._pressed = False
@@ -95,10 +96,11 @@ class Monitor:
         while self._tasks:  # the last of them may begin others
             await stopped(set(self._tasks))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # Pings.
 
@@ -111,29 +113,25 @@ class Monitor:
             await asyncio.sleep(due - now())
             self._measure_host()
             places = [place for place in self._ward.places() if place.state in _PINGED and not place.paused]
-            await asyncio.gather(*map(self._ping, places))
+            pings = [self._begin(self._ping(place)) for place in places if place not in self._pinged]
+            if pings:
+                await asyncio.wait(pings, timeout=self._policy.ping_timeout)
             self._judge_slow(places)
-            self._missed = {place: missed for place, missed in self._missed.items() if place in set(places)}
             self._ward.wake()
 
     async def _ping(self, place: Place) -> None:
         epoch, generation = place.epoch, place.box.generation
+        self._pinged.add(place)
         try:
-            latency = await self._care.ping(place.box)
-        except asyncio.TimeoutError:
-            since, missed = self._missed.get(place, (epoch, 0))
-            missed = missed + 1 if since == epoch else 1
-            self._missed[place] = (epoch, missed)
-            self._slow.observe(place.box.id, self._policy.ping_timeout)
-            if missed >= self._policy.ping_failures:
-                self._ward.condemn(place, epoch, "hung")
+            latency = await self._care.pulse(place.box)
         except SandboxError:
-            # Lost: the connection itself says so, at once. Paused by its user, or being restarted: no news.
-            pass
-        else:
-            if place.box.generation == generation:
-                self._missed.pop(place, None)
-                self._slow.observe(place.box.id, latency)
+            return  # lost: the connection itself says so, at once. Paused by its user, or being restarted: no news.
+        finally:
+            self._pinged.discard(place)
+        if latency is None:
+            self._ward.condemn(place, epoch, "hung")
+        elif place.box.generation == generation:
+            self._slow.observe(place.box.id, latency)
 
     def _judge_slow(self, pinged: Iterable[Place]) -> None:
         places = {place.box.id: place for place in self._ward.places() if place.sandbox is not None}
@@ -205,11 +203,12 @@ class Monitor:
 
     async def _look_at(self, place: Place, epoch: int) -> None:
         """An event is about it: see what is true now. Events come late, and twice."""
+        began = self._now()
         try:
             observed = await asyncio.wait_for(self._care.backend.inspect(place.box.id), LOOK_TIMEOUT)
         except (SandboxError, asyncio.TimeoutError):
             return
-        self._act(compare([observed], [observed.id], [observed.id]), {observed.id: (place, epoch)})
+        self._act(compare([observed], [observed.id], [observed.id]), {observed.id: (place, epoch)}, began)
 
     async def _reconcile_now_and_then(self) -> None:
         while True:
@@ -219,13 +218,14 @@ class Monitor:
     async def _reconcile(self) -> None:
         """What was there before the look began must be there; what nobody ever knew of must not."""
         expected = {place.box.id: (place, place.epoch) for place in self._ward.places() if place.state in _EXPECTED}
+        began = self._now()
         try:
             observed = await asyncio.wait_for(self._care.observe(), LOOK_TIMEOUT)
         except (SandboxError, asyncio.TimeoutError):
             return
         owned = {place.box.id for place in self._ward.places() if place.sandbox is not None}
         findings = compare(observed, expected, owned)
-        self._act(findings, expected)
+        self._act(findings, expected, began)
         self._remove_strays(findings.strays)
 
     def _remove_strays(self, found: set[str]) -> None:
@@ -239,15 +239,20 @@ class Monitor:
     async def _remove(self, id: str) -> None:
         await self._care.remove_stray(id)  # or at the next look
 
-    def _act(self, findings: Findings, expected: Mapping[str, tuple[Place, int]]) -> None:
+    def _act(self, findings: Findings, expected: Mapping[str, tuple[Place, int]], began: float) -> None:
+        """``began``: when the look did."""
         for id, reason in findings.lost.items():
             place, epoch = expected[id]
             if place.epoch == epoch:
                 self._ward.lost(place, reason)
         for id in findings.frozen:
             place, epoch = expected[id]
-            if not place.paused and place.state in ("idle", "degraded"):
+            if not place.paused and not place.box.was_paused(began):
                 self._ward.condemn(place, epoch, "frozen")
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     def _find(self, id: str) -> Place | None:
         places = (place for place in self._ward.places() if place.state in _EXPECTED)

@@ -146,7 +146,7 @@ class Sandbox(Living):
             idempotency_key=idempotency_key,
         )
         with self._work("exec") as channel:
-            result = await self._answered(channel, channel.exec(request), request.timeout + ANSWER_GRACE)
+            result = await self._answered(channel, channel.exec(request), request.timeout)
         self.note_result(result)
         if check and result.timed_out:
             raise ExecTimeout(f"{shown(request)} ran longer than {request.timeout:g} s", result=result)

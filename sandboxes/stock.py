@@ -335,6 +335,7 @@ class Stock:
                 self._died = True
         else:
             place.fall_ill(reason)
+            place.box.condemn(reason)
 
     # What the monitor finds (see ``monitor.Ward``).
 
@@ -349,6 +350,7 @@ class Stock:
             self.retire(place, reason)
         elif place.state in ("busy", "resetting"):
             place.fall_ill(reason)
+            place.box.condemn(reason)  # who uses it learns of it at once
 
     def eject(self, place: Place, epoch: int, reason: str) -> None:
         """It is slow: set it aside."""

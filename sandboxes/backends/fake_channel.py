@@ -240,6 +240,7 @@ class FakeProcess(Process):
         self._tainted = False
         self._kills = proc.machine.oom_kills
         self._watch = asyncio.ensure_future(self._watch_over())
+        channel.lost.add_done_callback(lambda _: output.finish())
 
     async def __aiter__(self) -> AsyncIterator[tuple[Stream, bytes]]:
         while (item := await self._output.read()) is not None:
@@ -265,7 +266,7 @@ class FakeProcess(Process):
         captures = {"stdout": Capture(self._request.output_limit), "stderr": Capture(self._request.output_limit)}
         while (item := await self._output.read()) is not None:
             captures[item[0]].feed(item[1])
-        await self._watch
+        await asyncio.wait({self._watch, self._channel.lost}, return_when=asyncio.FIRST_COMPLETED)
         self._check()
         assert self._finished is not None
         return ExecResult(

@@ -36,6 +36,8 @@ _MARGIN = 1 << 16
 """Bytes of an answer beyond what was asked for."""
 _FILES = 30.0
 _LAST_WORDS = 2.0
+_NO_WORDS = ("closed", "engine_down", "hung", "frozen")
+"""Reasons of which the server knows no more than we do."""
 _TREES = 600.0
 """Seconds that removing a directory may take."""
 
@@ -50,7 +52,7 @@ class RemoteChannel(Channel):
         self._id = id
         self._key = key
         self._path = f"/v1/channels/{key}"
-        link.channels[key] = self._lose
+        link.channels[key] = self.lose
 
     async def exec(self, request: ExecRequest) -> ExecResult:
         async def work() -> ExecResult:
@@ -109,14 +111,14 @@ class RemoteChannel(Channel):
 
     async def close(self) -> None:
         self._link.channels.pop(self._key, None)
-        self._lose("closed")
+        self.lose("closed")
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """Do it if and while the channel lasts."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self.lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and self.lost.result() not in ("closed", "engine_down"):
+            if not task.done() and self.lost.result() not in _NO_WORDS:
                 # The server knows more of it, and is about to say so.
                 await asyncio.wait({task}, timeout=_LAST_WORDS)
         finally:
@@ -132,7 +134,7 @@ class RemoteChannel(Channel):
         reason = self.lost.result()
         return SandboxLost(f"sandbox {self._id} on {self._link.url} is lost: {reason}", reason=reason)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         if not self.lost.done():
             self.lost.set_result(reason)
 

@@ -115,10 +115,17 @@ async def case_11_frozen_behind_our_back(seed: int) -> None:
         lease = await world.take()
         await world.pool.filled()
         idle = world.rng.choice(idle_ids(world))
+        waiting = asyncio.ensure_future((await lease.box.spawn("sleep 1000", timeout=2000)).wait())
+        start = world.now()
         world.backend.freeze(idle)
         world.backend.freeze(lease.box.id)
-        await until(lambda: idle not in world.backend.boxes, 17.0)
-        await until(lambda: lease.ill == "hung", 17.0)
+        found = asyncio.ensure_future(until(lambda: idle not in world.backend.boxes, 5.0))
+        with pytest.raises(SandboxLost) as caught:
+            await waiting  # who uses it learns of it when the pool does
+        assert world.now() - start <= (5.0 if world.backend.losing_events else 0.5)
+        assert caught.value.details["reason"] == lease.ill
+        assert lease.ill in ("hung", "frozen")
+        await found
         world.give(lease)
         await until(lambda: lease.box.id not in world.backend.boxes, 45.0)
 

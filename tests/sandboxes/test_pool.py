@@ -206,5 +206,5 @@ def test_a_pool_that_was_not_started_says_so():
 
 
 def test_detection_is_within_its_bound():
-    assert HealthPolicy().detection <= 17
+    assert HealthPolicy().detection <= 5
     assert simulation.CPUS >= 2

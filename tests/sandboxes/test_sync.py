@@ -18,7 +18,12 @@ from agentkit.sandboxes import Process, Sandbox, Shell, SyncSandbox
 from agentkit.sandboxes.files import Files
 from agentkit.sandboxes.sync import SyncFiles, SyncProcess, SyncShell
 
-NOT_FOR_CALLERS = {"call", "working", "note_result", "watch", "start", "note_slowness"}
+NOT_FOR_CALLERS = {"call", "working", "note_result", "watch", "start", "note_slowness", "why_lost"} | {
+    "pulse",
+    "watched",
+    "condemn",
+    "was_paused",
+}
 """Public between the modules of the package, not beyond it."""
 PAIRS = [(Sandbox, SyncSandbox), (Files, SyncFiles), (Shell, SyncShell), (Process, SyncProcess)]
 
