@@ -43,11 +43,13 @@ def doctor() -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from agentkit.cli.heartbeat import watched
+
     marks = {"ok": "[green]ok", "optional": "[yellow]not here", "problem": "[red]problem"}
     table = Table(box=None, header_style="bold", show_header=False, padding=(0, 2, 0, 0))
-    findings = []
-    for finding in examine():
-        findings.append(finding)
+    with watched("examining this machine"):
+        findings = list(examine())
+    for finding in findings:
         remedy = f"\n[dim]→ {escape(finding.remedy)}[/]" if finding.remedy else ""
         table.add_row(finding.name, marks[finding.status], escape(finding.detail) + remedy)
     Console().print(table)

@@ -34,6 +34,7 @@ def run(
     ] = False,
 ) -> None:
     """Train an agent: `agentkit run examples/frozen_lake.yaml learner.lr=3e-4 rollout.async_ratio=1`."""
+    from agentkit.cli.heartbeat import watched
     from agentkit.cli.preflight import check, notes
     from agentkit.config_io import dump_config
     from agentkit.run_directory import RunDirectory
@@ -41,12 +42,14 @@ def run(
     if again and resume is not None:
         raise typer.BadParameter("--again and --resume contradict: --again finds the run to resume by itself")
     settings = _settings(config, overrides or [], resume)
-    check(settings, thorough=dry_run)
     if dry_run:
+        with watched("checking the settings"):
+            check(settings, thorough=True)
         for note in notes(settings):
             typer.echo(f"note: {note}", err=True)
         typer.echo(dump_config(settings), nl=False)
         return
+    check(settings)
     resumed = resume is not None
     if again:
         settings, resumed = place_again(settings)

@@ -90,7 +90,7 @@ class PlainView:
 
     def start(self, total_steps: int, config: RunConfig) -> None:
         self._progression, self._totals, self._stage = Progression(total_steps), Totals(), ""
-        self._heartbeat = Heartbeat(lambda text: print(text, flush=True))
+        self._heartbeat = Heartbeat(lambda text: print(text, flush=True), fallback="starting")
         self._heartbeat.start()
         self.message(f"{config.env.id}, {config.model.path}, {total_steps} steps → {config.dir}")
 

@@ -134,18 +134,21 @@ def lines_of(arguments: list[str], environment: dict[str, str], place: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_never_silent_for_long(slow_environments: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("env", "episodes", "expected"), [("SlowLake-v0", 10, "2/10"), ("SlowStep-v0", 1, "0/1")])
+def test_an_evaluation_is_never_silent_for_long(
+    slow_environments: dict[str, str], tmp_path: Path, env: str, episodes: int, expected: str
+) -> None:
     settings = ["env.max_turns=1", "rollout.max_tokens=4", "engine.max_batch=1", "env.parser=plain"]
-    for env, expected in (("SlowLake-v0", "evaluation 2/10"), ("SlowStep-v0", "evaluation 0/2")):
-        episodes = expected.rpartition("/")[2]
-        lines, gap = lines_of(
-            ["eval", "quickstart", "--env", env, "--episodes", episodes, *settings], slow_environments, tmp_path
-        )
-        assert gap < GAP_S, lines
-        assert any(expected in line for line in lines), lines
+    lines, gap = lines_of(
+        ["eval", "quickstart", "--env", env, "--episodes", str(episodes), *settings], slow_environments, tmp_path
+    )
+    assert gap < GAP_S, lines
+    assert any(f"evaluation {expected}" in line for line in lines), lines
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_is_never_silent_for_long(slow_environments: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "env: {id: SlowLake-v0, max_turns: 1}\n"
