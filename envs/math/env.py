@@ -1,7 +1,7 @@
 """Mathematical problems with one answer, and Python to compute with if wanted.
 
-Invariant: answers are compared as mathematics, in another process that an expression may at worst kill; code runs in a
-sandbox. Neither's failure is a score: it is an ``EnvError``.
+Invariant: answers of a known form are compared exactly; others as mathematics, in another process that an expression
+may at worst kill; code runs in a sandbox. Neither's failure is a score: it is an ``EnvError``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from agentkit.envs.base import AsyncTextEnv, Info
-from agentkit.envs.math.forms import in_form
+from agentkit.envs.math.forms import value_in_form
 from agentkit.envs.math.problems import Problem, draw
 from agentkit.envs.math.verifier import verifier
 from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
@@ -140,10 +140,11 @@ class Math(AsyncTextEnv):
     async def _equals(self, answer: str) -> bool:
         assert self.problem is not None
         gold, form = self.problem.answer, self.problem.form
-        if "".join(answer.split()) == "".join(gold.split()):
-            return True
-        given = answer if form is None else in_form(answer, form)
-        return given is not None and await self._verifier.use(lambda shared: shared.equal(gold, given))
+        if form is not None:
+            value = value_in_form(answer, form)
+            return value is not None and value == value_in_form(gold, form)
+        same_text = "".join(answer.split()) == "".join(gold.split())
+        return same_text or await self._verifier.use(lambda shared: shared.equal(gold, answer))
 
     def _info(self, success: bool, *, valid: bool = True) -> Info:
         assert self.problem is not None

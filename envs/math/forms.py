@@ -1,57 +1,65 @@
 r"""The form that an answer has beside its value: ``86 \cdot 13 + 2`` equals 1120, but copies the question.
 
-Invariant: only the text decides, nothing is computed, and what is returned is what was looked at: nothing else can be
-compared instead. Whatever is not a spelling of the form, is not of the form.
+Invariant: only what is spelt as the form is read, and it is read exactly: as a rational number, or as a polynomial with
+rational coefficients. Nothing is computed but the value of one fraction or one mixed number, and nothing is rounded.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from typing import Literal
 
 from agentkit.envs.math.verifier import LONGEST
 
 Form = Literal["number", "lowest terms", "expanded"]
 
+Polynomial = dict[frozenset[tuple[str, int]], Fraction]
+"""The coefficient of each product of powers, ``{("x", 2), ("y", 1)}`` being ``x^2 y``; none of them is 0."""
+
 _SPELLINGS = [
     (re.compile(r"−"), "-"),
     (re.compile(r"\\in(?![A-Za-z])"), "="),
     (re.compile(r"\\(?:cdot|times)(?![A-Za-z])"), "*"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:left|right|displaystyle|text|textbf|mathrm|mathbf)(?![A-Za-z])"), ""),
-    (re.compile(r"\\[,;:! ]|[\s~$&]"), ""),
+    (re.compile(r"\\(?:left|right|displaystyle|text|textbf|mathrm|mathbf)(?![A-Za-z])"), " "),
+    (re.compile(r"\\[,;:! ]|[~$&]"), " "),
     (re.compile(r"\\([{}])"), r"\1"),
-    (re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))"), ""),
-    (re.compile(r"\\frac([0-9])"), r"\\frac{\1}"),
-    (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
-    (re.compile(r"(?<![0-9.^])([0-9]+)/([0-9]+)(?![0-9.])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<=[0-9])(?:,|\{,\}|\s)(?=[0-9]{3}(?![0-9]))"), ""),
+    (re.compile(r"\\frac\s*([0-9])"), r"\\frac{\1}"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9])"), r"\\frac\1{\2}"),
+    (re.compile(r"(?<![0-9.^])([0-9]+)\s*/\s*([0-9]+)(?![0-9.])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<=[0-9.])\s+(?=[0-9.])"), "_"),  # two numbers, which must not become one
+    (re.compile(r"\s"), ""),
 ]
 _NAME = re.compile(r"^(?:[A-Za-z]+'*(?:\([A-Za-z]\))?|\\frac\{d[A-Za-z]\}\{d[A-Za-z]\})=")
-_NUMBER = re.compile(r"[+-]?(?:([0-9]+)?\\frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|[0-9]+|([0-9]*\.[0-9]+))")
+_NUMBER = re.compile(r"([+-]?)(?:([0-9]+)?\\frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|([0-9]+|[0-9]*\.[0-9]+))")
 _FACTOR = r"(?:\\frac\{[0-9]+\}\{[0-9]+\}|[0-9]+(?:\.[0-9]+)?)"
 _POWER = r"[A-Za-z](?:\^(?:\{[0-9]+\}|[0-9]))?"
 _TERM = rf"(?:{_FACTOR}(?:\*?{_POWER})*|{_POWER}(?:\*?{_POWER})*)"
 _SUM = re.compile(rf"[+-]?{_TERM}(?:(?:\+-?|-){_TERM})*")
-_SIGNS = re.compile(r"[+-]+")
+_PART = re.compile(rf"([+-]*)({_FACTOR})?((?:\*?{_POWER})*)")
 _VARIABLE = re.compile(r"([A-Za-z])(?:\^\{?([0-9]+))?")
 
 
-def in_form(answer: str, form: Form) -> str | None:
-    """The expression alone, spelt plainly, if it is of the form; else None.
+def value_in_form(answer: str, form: Form) -> Fraction | Polynomial | None:
+    """What an answer says, if it is spelt in the form; else None. Values are equal exactly if the answers are.
 
-    ``number``: an integer, a decimal, one fraction of integers or a mixed number. ``lowest terms``: an integer, or such
-    a fraction. ``expanded``: a sum of monomials, each a number before powers of variables, and no two of one kind.
-    Around it may stand brackets, and ``x =`` or another name before it.
+    ``number``: an integer, a decimal, one fraction of integers or a mixed number. ``lowest terms``: an integer, or one
+    fraction that cannot be reduced, with at most one sign and a denominator above 1. ``expanded``: a sum of monomials,
+    each a number before powers of variables above 0, and no two of one kind; ``X`` is not ``x``. Around it may stand
+    brackets, and ``x =`` or another name before it.
     """
     if len(answer) > LONGEST:
         return None
     for spelling, plain in _SPELLINGS:
         answer = spelling.sub(plain, answer)
     answer = _bare(_NAME.sub("", _bare(answer)))
-    if form == "expanded":
-        return answer.replace("*", "") if _is_expanded(answer) else None
-    return answer if _is_number(answer, lowest_terms=form == "lowest terms") else None
+    try:
+        return _polynomial(answer) if form == "expanded" else _number(answer, lowest_terms=form == "lowest terms")
+    except ZeroDivisionError:
+        return None
 
 
 def _bare(text: str) -> str:
@@ -60,26 +68,33 @@ def _bare(text: str) -> str:
     return text
 
 
-def _is_number(text: str, *, lowest_terms: bool) -> bool:
+def _number(text: str, *, lowest_terms: bool) -> Fraction | None:
     found = _NUMBER.fullmatch(text)
     if found is None:
-        return False
-    whole, above, below, decimal = found.groups()
-    if below is None:
-        return not (lowest_terms and decimal)
-    if whole is not None:
-        return not lowest_terms and 0 <= int(above) < int(below)
-    return not lowest_terms or math.gcd(int(above), int(below)) == 1
+        return None
+    sign, whole, above, below, plain = found.groups()
+    if plain is not None:
+        size = None if lowest_terms and "." in plain else Fraction(plain)
+    elif whole is not None:
+        mixed = not lowest_terms and 0 <= int(above) < int(below)
+        size = int(whole) + Fraction(int(above), int(below)) if mixed else None
+    else:
+        reduced = int(below) > 1 and math.gcd(int(above), int(below)) == 1 and not (sign and int(above) < 0)
+        size = Fraction(int(above), int(below)) if reduced or not lowest_terms else None
+    return size if size is None or sign != "-" else -size
 
 
-def _is_expanded(text: str) -> bool:
+def _polynomial(text: str) -> Polynomial | None:
     if not _SUM.fullmatch(text):
-        return False
-    kinds = set()
-    for term in filter(None, _SIGNS.split(text.replace("\\frac", ""))):
-        powers = {letter: int(power or 1) for letter, power in _VARIABLE.findall(term)}
-        kind = frozenset(powers.items())
-        if len(powers) < len(_VARIABLE.findall(term)) or kind in kinds:
-            return False
-        kinds.add(kind)
-    return True
+        return None
+    terms: Polynomial = {}
+    for signs, factor, variables in (part.groups() for part in _PART.finditer(text) if part[0]):
+        found = [(letter, int(power or 1)) for letter, power in _VARIABLE.findall(variables)]
+        kind = frozenset(found)
+        once = len({letter for letter, _ in found}) == len(found)
+        if kind in terms or not once or any(power == 0 for _, power in found):
+            return None
+        size = _number(factor, lowest_terms=False) if factor else Fraction(1)
+        assert size is not None
+        terms[kind] = -size if "-" in signs else size
+    return {kind: size for kind, size in terms.items() if size}

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from agentkit.config import Strict
-from agentkit.envs.math.forms import Form, in_form
+from agentkit.envs.math.forms import Form, value_in_form
 from agentkit.envs.tasks import Split, part_of
 
 
@@ -33,7 +33,7 @@ class Problem(Strict):
 
     @model_validator(mode="after")
     def _answer_has_the_form(self) -> Problem:
-        if self.form is not None and in_form(self.answer, self.form) is None:
+        if self.form is not None and value_in_form(self.answer, self.form) is None:
             raise ValueError(f"the answer {self.answer!r} is not of the form {self.form!r}")
         return self
 

@@ -5,8 +5,9 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from agentkit.envs import shared
 from agentkit.envs.adapters import Blocking
 from agentkit.envs.math import Math
 from agentkit.envs.math.env import answer_in
-from agentkit.envs.math.forms import in_form
+from agentkit.envs.math.forms import value_in_form
 from agentkit.envs.math.problems import KINDS, Problem, draw, number, polynomial
 from agentkit.envs.math.verifier import LONGEST, verifier
 from agentkit.envs.portal import portal
@@ -167,29 +168,46 @@ async def test_equality_is_mathematical(share, gold, answer, same):
 # Forms.
 
 
+def monomials(**coefficients):
+    """``xxy=3`` is 3x^2 y, ``one=2`` the constant 2."""
+    kinds = {name: Counter("" if name == "one" else name) for name in coefficients}
+    return {frozenset(kinds[name].items()): Fraction(value) for name, value in coefficients.items()}
+
+
 @pytest.mark.parametrize(
-    ("answer", "form", "plain"),
+    ("answer", "form", "value"),
     [
-        ("5", "number", "5"),
-        ("x = 5", "number", "5"),
-        ("xy=-5", "number", "-5"),
-        (r"x \in \{5\}", "number", "5"),
-        ("−5", "number", "-5"),
-        ("(+5.0)", "number", "+5.0"),
-        ("1,234,567", "number", "1234567"),
-        (r"1{,}120", "number", "1120"),
-        (r"1\,120", "number", "1120"),
-        (r"\text{5}", "number", "5"),
-        ("-3/4", "number", r"-\frac{3}{4}"),
-        (r"\dfrac{6}{8}", "number", r"\frac{6}{8}"),
-        (r"\left(-\tfrac34\right)", "number", r"-\frac{3}{4}"),
-        (r"\frac {3} {-4}", "number", r"\frac{3}{-4}"),
-        (r"1 \frac{1}{2}", "number", r"1\frac{1}{2}"),
+        ("5", "number", 5),
+        ("x = 5", "number", 5),
+        ("xy=-5", "number", -5),
+        (r"x \in \{5\}", "number", 5),
+        ("−5", "number", -5),
+        ("(+5.0)", "number", 5),
+        (".5", "number", Fraction(1, 2)),
+        ("1,234,567", "number", 1234567),
+        ("1 234 567", "number", 1234567),
+        (r"1{,}120", "number", 1120),
+        (r"1\,120", "number", 1120),
+        (r"\text{5}", "number", 5),
+        ("-3/4", "number", Fraction(-3, 4)),
+        (r"\dfrac{6}{8}", "number", Fraction(3, 4)),
+        (r"\left(-\tfrac34\right)", "number", Fraction(-3, 4)),
+        (r"\frac {3} {-4}", "number", Fraction(-3, 4)),
+        (r"\frac 3 4", "number", Fraction(3, 4)),
+        (r"1 \frac{1}{2}", "number", Fraction(3, 2)),
+        (r"-1\frac{1}{2}", "number", Fraction(-3, 2)),
+        ("1 1/2", "number", Fraction(3, 2)),
+        ("0.333333", "number", Fraction(333333, 10**6)),
         (r"86\frac{13}{1}", "number", None),
+        (r"\frac{1}{0}", "number", None),
         (r"86 \cdot 13", "number", None),
         ("0 + 5", "number", None),
         ("--5", "number", None),
         ("(2)(3)", "number", None),
+        ("8 6", "number", None),
+        ("8$6", "number", None),
+        (r"8\text6", "number", None),
+        ("2 .5", "number", None),
         ("2^3", "number", None),
         ("1/2/3", "number", None),
         (r"\frac{1}{2} - \frac{1}{3}", "number", None),
@@ -201,23 +219,38 @@ async def test_equality_is_mathematical(share, gold, answer, same):
         ("1, 2", "number", None),
         ("", "number", None),
         ("٣", "number", None),
+        ("５", "number", None),
         ("1" * (LONGEST + 1), "number", None),
-        ("3/4", "lowest terms", r"\frac{3}{4}"),
-        ("-7", "lowest terms", "-7"),
+        ("3/4", "lowest terms", Fraction(3, 4)),
+        (r"\frac{-3}{4}", "lowest terms", Fraction(-3, 4)),
+        ("-7", "lowest terms", -7),
         ("6/8", "lowest terms", None),
+        (r"\frac{-1}{-2}", "lowest terms", None),
+        (r"\frac{1}{-2}", "lowest terms", None),
+        (r"-\frac{-1}{2}", "lowest terms", None),
+        (r"\frac{3}{1}", "lowest terms", None),
         (r"\frac{0}{5}", "lowest terms", None),
         ("0.75", "lowest terms", None),
         (r"1\frac{1}{2}", "lowest terms", None),
-        (r"f'(x) = 9 \cdot x^2 - 2", "expanded", "9x^2-2"),
-        (r"\frac{dy}{dx} = -2 + 9x^{2}", "expanded", "-2+9x^{2}"),
-        (r"\left(\frac12 x^{2} + -3xy\right)", "expanded", r"\frac{1}{2}x^{2}+-3xy"),
-        ("0", "expanded", "0"),
+        (r"f'(x) = 9 \cdot x^2 - 2", "expanded", monomials(xx=9, one=-2)),
+        (r"\frac{dy}{dx} = -2 + 9x^{2}", "expanded", monomials(xx=9, one=-2)),
+        (r"\left(\frac12 x^{2} + -3xy\right)", "expanded", monomials(xx=Fraction(1, 2), xy=-3)),
+        ("yx + 0.5X", "expanded", monomials(xy=1, X=Fraction(1, 2))),
+        ("0x^2 + x^1", "expanded", monomials(x=1)),
+        ("0", "expanded", {}),
+        ("9xy^{0}", "expanded", None),
+        ("9x^0", "expanded", None),
+        (r"\frac{1}{0}x", "expanded", None),
         ("(5x + 4)(x + 3)", "expanded", None),
         ("x(x + 3)", "expanded", None),
         ("(x + 1)^2", "expanded", None),
         (r"5x \cdot x + 3", "expanded", None),
         (r"3 \cdot 2x", "expanded", None),
+        (r"3x \cdot 1", "expanded", None),
+        ("3 2x", "expanded", None),
         ("x + 2 + 3x", "expanded", None),
+        ("xy + yx", "expanded", None),
+        ("2 + x + 0", "expanded", None),
         ("x^1 + x", "expanded", None),
         ("3x^{3-1}", "expanded", None),
         ("x^23", "expanded", None),
@@ -226,8 +259,8 @@ async def test_equality_is_mathematical(share, gold, answer, same):
         (r"\int x dx", "expanded", None),
     ],
 )
-def test_a_form_is_a_matter_of_the_text(answer, form, plain):
-    assert in_form(answer, form) == plain
+def test_a_form_is_a_matter_of_the_text_and_its_value_is_exact(answer, form, value):
+    assert value_in_form(answer, form) == value
 
 
 def unsolved(text):
@@ -236,6 +269,8 @@ def unsolved(text):
     integers = re.findall(r"\d+", text)
     if "Differentiate" in text:
         formulas = [rf"\frac{{d}}{{dx}}({formulas[0]})", rf"({formulas[0]})'"]
+    elif "Expand" in text:
+        formulas += collected_in_part(formulas[0])
     elif "divisor of" in text:
         formulas = [rf"\gcd({integers[0]}, {integers[1]})"]
     elif "remainder" in text:
@@ -247,12 +282,53 @@ def unsolved(text):
         yield from (formula, f"0 + {formula}", rf"1 \cdot ({formula})", f"(({formula}))", rf"\left({formula}\right)")
         yield from (f"{{{formula}}}", f"+{formula}", f"-(-({formula}))", f"{formula} + 0", rf"\frac{{{formula}}}{{1}}")
         yield from (f"x = {formula}", f"({formula})^1", rf"\text{{{formula}}}", f"{formula}={formula}", f"y={formula}")
+        yield from (rf"{formula} \cdot 1", rf"\frac{{-({formula})}}{{-1}}", f"{formula}y^{{0}}", f"{formula}^{{1}}")
+        yield from (formula.replace("x", "X", 1) + " + 0X", formula.replace(" ", ""), formula.replace(" ", r"\,"))
+        yield formula.translate({ord("0") + digit: 0xFF10 + digit for digit in range(10)})
         if right:
             yield from (f"{left} - ({right})", f"{right} = {left}", f"0 = {right} - ({left})")
 
 
+def collected_in_part(product):
+    """The product of two sums, multiplied out, with the two terms in x kept apart under different spellings."""
+    x, one = frozenset({("x", 1)}), frozenset()
+    first, second = (
+        cast(dict[Any, Fraction], value_in_form(part, "expanded")) for part in product.strip("()").split(")(")
+    )
+    a, b, c = first[x], first.get(one, 0), second.get(one, 0)
+    spellings = (("x", "X"), ("x", "xy^{0}"), ("x", "x^{1}"), ("xy^0", "x"), ("x", r"x \cdot 1"), ("x", "1x"))
+    for some, other in spellings if b and c else ():
+        yield f"{a}x^{{2}} + {a * c}{some} + {b}{other} + {b * c}".replace("+ -", "- ")
+
+
+def rational(answer):
+    return Fraction(re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", answer))
+
+
+def respelt(answer, form, rng):
+    """Spellings of a correct answer, in its form, that should not matter."""
+    yield from (answer, f"x = {answer}", f"( {answer} )", f"\\displaystyle {answer}", f"${answer}$")
+    yield rf"\left({answer.replace('frac', 'dfrac')}\right)"
+    yield re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", answer)
+    yield re.sub(r"-\\frac\{", r"\\frac{-", answer)
+    if form == "number":
+        value = rational(answer)
+        yield from (f"{value.numerator * 3}/{value.denominator * 3}" if value > 0 else answer,)
+        if value.denominator == 1:
+            yield from (f"{value.numerator:,}", f"{value}.0", rf"\frac{{{-value}}}{{-1}}")
+    if form == "expanded":
+        terms = re.sub(r" ([+-]) ", r" \1", answer).replace("+", "").split(" ")
+        rng.shuffle(terms)
+        yield from (
+            " + ".join(terms),
+            answer.replace(" ", ""),
+            re.sub(r"(?<=\d)x", r" \\cdot x", answer),
+        )
+        yield re.sub(r"\^\{(\d)\}", r"^\1", answer)
+
+
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-async def test_copying_the_question_earns_nothing_and_its_expert_everything(kind):
+async def test_copying_the_question_earns_nothing_and_its_answer_everything(kind):
     topic, form, make = KINDS[kind]
     rng = np.random.default_rng(kind)
     env = Math()
@@ -262,16 +338,18 @@ async def test_copying_the_question_earns_nothing_and_its_expert_everything(kind
         env.problem, env._done = problem, False
         return (await env.step(f"\\boxed{{{answer}}}"))[1]
 
-    for index in range(300):
+    for _ in range(300):
         text, answer = make(lambda low, high: int(rng.integers(low, high + 1)))
         problem = Problem(problem=text, answer=answer, topic=topic, form=form)
-        assert await score(answer) == 1
         for copy in unsolved(text):
             assert await score(copy) == 0, (text, copy)
-        if index < 3:  # these have to be compared by computing
-            fraction = answer.replace("\\frac", "\\dfrac")
-            for same in (f"x = {answer}", f"( {answer} )", rf"\left({fraction}\right)", f"\\displaystyle {answer}"):
-                assert await score(same) == 1, (text, same)
+        for same in respelt(answer, form, rng):
+            assert await score(same) == 1, (text, same)
+        if form == "lowest terms":
+            value = rational(answer)
+            above, below = value.numerator, value.denominator
+            for other in (rf"\frac{{{-above}}}{{{-below}}}", rf"\frac{{{2 * above}}}{{{2 * below}}}", f"{answer} + 0"):
+                assert await score(other) == 0, (text, other)
     await env.close()
 
 
