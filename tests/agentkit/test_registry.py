@@ -1,5 +1,6 @@
 """Who wins a name, what an error says, and what is never imported."""
 
+import asyncio
 import importlib.metadata
 import subprocess
 import sys
@@ -275,17 +276,69 @@ def test_gymnasium_knows_explicit_names_limits_and_modes(fresh):
     assert steps == 6
 
 
-def test_gymnasium_is_told_why_it_cannot_drive_an_asynchronous_one(fresh):
+class Remote(agentkit.AsyncTextEnv):
+    """Guess a digit that is drawn when the episode begins."""
+
+    max_turns = 5
+
+    def __init__(self, digits=10):
+        self.digits, self.closed = digits, 0
+        self._answer = -1
+
+    async def reset(self, *, seed=None, options=None):
+        await super().reset(seed=seed)
+        await asyncio.sleep(0)
+        self._answer = int(self.np_random.integers(self.digits))
+        return "Guess.", {"success": False, "action_valid": True}
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        won = action == str(self._answer)
+        return ("Right." if won else "Wrong."), float(won), won, False, {"success": won, "action_valid": True}
+
+    def expert(self):
+        yield str(self._answer)
+
+    async def close(self):
+        self.closed += 1
+
+
+def test_gymnasium_waits_for_an_asynchronous_one(fresh):
+    import gymnasium
+    from gymnasium.envs.registration import EnvSpec
+    from gymnasium.utils.env_checker import check_env
+
+    agentkit.register("Remote-v0", Remote, digits=4)
+    assert isinstance(agentkit.make("Remote-v0"), Remote)
+    env: Any = gymnasium.make("agentkit:agentkit/Remote-v0", digits=3)
+    assert env.spec.max_episode_steps == 5
+    for spec in (env.spec, EnvSpec.from_json(env.spec.to_json())):
+        again: Any = gymnasium.make(spec)
+        assert again.unwrapped.env.digits == 3
+    check_env(env.unwrapped)
+    inner = env.unwrapped.env
+    env.reset(seed=3)
+    steps = 0
+    while not (outcome := env.step("nothing"))[3]:
+        steps += 1
+        assert outcome[:3] == ("Wrong.", 0.0, False)
+    assert steps == 4
+    env.reset(seed=3)
+    assert env.step(next(env.unwrapped.expert()))[:3] == ("Right.", 1.0, True)
+    before = inner.closed
+    env.close()
+    env.close()
+    assert inner.closed - before <= 1
+    vector = gymnasium.make_vec("agentkit:agentkit/Remote-v0", num_envs=3, vectorization_mode="sync")
+    observations, _ = vector.reset(seed=1)
+    assert list(observations) == ["Guess."] * 3
+    vector.close()
+
+
+async def test_gymnasium_waits_within_an_event_loop_too(fresh):
     import gymnasium
 
-    class Remote(agentkit.AsyncTextEnv):
-        async def reset(self, *, seed=None, options=None):
-            return await super().reset(seed=seed)
-
-        async def step(self, action):
-            return "", 0.0, False, False, {}
-
     agentkit.register("Remote-v0", Remote)
-    assert isinstance(agentkit.make("Remote-v0"), Remote)
-    with pytest.raises(RegistryError, match="asynchronous"):
-        gymnasium.make("agentkit:agentkit/Remote-v0")
+    env = gymnasium.make("agentkit:agentkit/Remote-v0")
+    assert env.reset(seed=0)[0] == "Guess."
+    env.close()

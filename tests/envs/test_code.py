@@ -12,9 +12,11 @@ import uuid
 from collections import Counter
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
 from requiring import require
 
 import agentkit
@@ -259,6 +261,16 @@ async def test_the_expert_solves_what_is_drawn(sandboxes):
         with pytest.raises(ResetNeeded):
             await env.step(program)
     await env.close()
+
+
+def test_gymnasium_makes_it(sandboxes):
+    env: Any = gymnasium.make("agentkit:agentkit/CodeContest-v0", backend=sandboxes[0], memory=MEMORY, split="train")
+    check_env(env.unwrapped, skip_render_check=True)
+    env.reset(seed=0)
+    (program,) = env.unwrapped.expert()
+    _, reward, terminated, _, info = env.step(program)
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    env.close()
 
 
 @pytest.mark.parametrize(
