@@ -10,7 +10,8 @@ of for ``idle_timeout`` seconds, or at the end of ``DESCRIPTOR``, which its laun
 
 Commands have the agent's user and must not control it. The agent is process 1 of its name space and has no handler that
 a signal could start, so the kernel drops every signal that a command sends it. It is not dumpable before it starts
-anything, so no command can trace it or open its memory and descriptors; its forked children inherit that.
+anything, so no command can trace it or open its memory and descriptors; its forked children inherit that. A filter of
+system calls keeps commands from its limits and its priority, for which the kernel asks for no more than the same user.
 
 Memory is counted against the sandbox, and a hundred agents may share a host: hence no ``os``, ``socket``, ``json`` or
 ``subprocess``, which together cost more than all the rest. ``wire.py`` describes the frames.
@@ -137,8 +138,8 @@ class _Long(_ctypes._SimpleCData):
     _type_ = "Q"
 
 
-class _Limit(_ctypes.Array):
-    """``struct rlimit``: soft, hard."""
+class _Pair(_ctypes.Array):
+    """``struct rlimit``: soft, hard; or ``struct sock_fprog``: count, address."""
 
     _type_ = _Long
     _length_ = 2
@@ -149,6 +150,21 @@ def libc(name, *arguments):
     words = tuple(_Word(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])
     if _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 2), name), words) != 0:
         raise OSError(f"{name}{arguments} failed")
+
+
+def install_filter(code):
+    """Refuse system calls to this process and all that it starts, for good."""
+    count = len(code) // 8
+    words = type("_Code", (_ctypes.Array,), {"_type_": _Long, "_length_": count}).from_buffer_copy(code)
+    program = _Pair(count, _ctypes.addressof(words))
+    try:
+        libc("prctl", 38, 1)  # PR_SET_NO_NEW_PRIVS
+        libc("prctl", 22, 2, _ctypes.addressof(program))  # PR_SET_SECCOMP
+    except OSError:
+        raise SystemExit(  # noqa: B904
+            "agentkit agent: the kernel or the container's runtime refuses a filter of system calls (seccomp), without "
+            "which a sandbox is not safe"
+        )
 
 
 def slurp(path, limit=READ):
@@ -1252,14 +1268,14 @@ class Agent:
         self.number = 0
         """Of the command that was started last."""
         posix.chdir("/")
-        self.prepare_process()
+        self.prepare_process(settings.get(b"filter"))
         if lifeline is not None:
             posix.set_inheritable(lifeline, False)
             self.watch(lifeline, select.EPOLLIN, lambda _events: posix.read(lifeline, READ) or self.stop())
         self.cgroup = Cgroup()
         self.listener = self.listen_for_relays() if self.relay_port else None
 
-    def prepare_process(self):
+    def prepare_process(self, filter):
         self.null = posix.open("/dev/null", posix.O_RDWR | posix.O_CLOEXEC)
         while self.null <= 2:
             self.null = posix.dup(self.null)
@@ -1287,6 +1303,8 @@ class Agent:
         else:
             _signal.signal(_signal.SIGTERM, self.stop)
         self.watch(reader, select.EPOLLIN, lambda _events: self.reap(reader))
+        if filter is not None:
+            install_filter(bytes.fromhex(filter.decode()))
 
     def stop(self, *_):
         self.stopping = True
@@ -1298,7 +1316,7 @@ class Agent:
     def next_number(self):
         """The number that the next process started inherits; 0 where the kernel knows no such limit."""
         try:
-            limit = _Limit(UNNUMBERED - self.number - 1, UNNUMBERED - self.number - 1)
+            limit = _Pair(UNNUMBERED - self.number - 1, UNNUMBERED - self.number - 1)
             libc("setrlimit", LOCKS, _ctypes.addressof(limit))
             self.number += 1
         except OSError:

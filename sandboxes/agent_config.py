@@ -78,19 +78,23 @@ def prepare(
     idle_timeout: float | None,
     env: Mapping[str, str] | None = None,
     relay_port: int | None = None,
+    filter: bytes | None = None,
     bundled: bool = False,
 ) -> None:
     """Write the agent and its settings into ``directory``, in place of those of an earlier start.
 
     ``idle_timeout``: seconds without its host after which the agent ends (None: never). ``env`` is added to the
     environment of every command. ``relay_port``: a port of 127.0.0.1 in the sandbox whose connections are carried to
-    the host. ``bundled``: the agent itself is in the bundle. Raises ``ValueError`` if a value contains NUL.
+    the host. ``filter``: what the kernel takes as a filter of system calls, for the agent and all that it starts.
+    ``bundled``: the agent itself is in the bundle. Raises ``ValueError`` if a value contains NUL.
     """
     entries = {"nonce": nonce, **{f"env.{name}": value for name, value in (env or {}).items()}}
     if idle_timeout is not None:
         entries["idle_timeout"] = str(idle_timeout)
     if relay_port is not None:
         entries["relay_port"] = str(relay_port)
+    if filter is not None:
+        entries["filter"] = filter.hex()
     packed = wire.pack_strings([os.fsencode(f"{name}={value}") for name, value in entries.items()])
     for name, data in {**({} if bundled else _program()), _CONFIG: packed}.items():
         _put(directory / name, data)

@@ -28,6 +28,7 @@ from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends import docker_options as options
 from agentkit.sandboxes.backends import docker_snapshots as snapshots
+from agentkit.sandboxes.backends import seccomp
 from agentkit.sandboxes.backends.docker_bundle import Bundle
 from agentkit.sandboxes.backends.docker_engine import Engine, Refused
 from agentkit.sandboxes.backends.docker_eyes import LOG_TAIL, Eyes, definition, observed
@@ -106,6 +107,7 @@ class DockerBackend(Backend):
             idle_timeout=spec.idle_timeout,
             env={**options.loader_variables(image.environment if image else ()), **egress.environment(spec)},
             relay_port=egress.relay_port(spec),
+            filter=seccomp.program(capabilities=options.capabilities(spec)),
             bundled=True,
         )
         async with await agent_channel.listen(

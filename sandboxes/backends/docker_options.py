@@ -128,7 +128,7 @@ def _host_config(spec: SandboxSpec, directory: str, bundle: str, volumes: Iterab
         "Privileged": False,
         "ReadonlyRootfs": spec.readonly_root,
         "CapDrop": ["ALL"],
-        "CapAdd": [name.upper().removeprefix("CAP_") for name in spec.cap_add],
+        "CapAdd": capabilities(spec),
         "SecurityOpt": ["no-new-privileges"],
         "Memory": resources.memory,
         "MemorySwap": resources.memory,
@@ -151,6 +151,11 @@ def _host_config(spec: SandboxSpec, directory: str, bundle: str, volumes: Iterab
     if resources.gpus is not None:
         config["DeviceRequests"] = [{"Count": resources.gpus, "Capabilities": [["gpu"]]}]
     return config
+
+
+def capabilities(spec: SandboxSpec) -> list[str]:
+    """What a sandbox is given, as the engine names it."""
+    return [name.upper().removeprefix("CAP_") for name in spec.cap_add]
 
 
 def tmpfs(spec: SandboxSpec) -> dict[str, str]:

@@ -24,7 +24,7 @@ from agentkit.sandboxes import agent_config, egress, paths
 from agentkit.sandboxes.agent_channel import AgentChannel, AgentListener, listen
 from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend, Channel
-from agentkit.sandboxes.backends import archives, local_cgroup, local_launch, local_state
+from agentkit.sandboxes.backends import archives, local_cgroup, local_launch, local_state, seccomp
 from agentkit.sandboxes.backends.docker_options import check_mounts
 from agentkit.sandboxes.backends.local_cages import CAGES, Cage, Isolation, unsupported
 from agentkit.sandboxes.backends.local_sight import changes, observed, sights
@@ -217,6 +217,7 @@ class LocalBackend(Backend):
             idle_timeout=state.spec.idle_timeout,
             env=egress.environment(state.spec),
             relay_port=egress.relay_port(state.spec),
+            filter=None if cage.level == "rlimits" else seccomp.program(),
         )
         if self._site is not None:
             state = replace(state, group=self._site.group(state.id))

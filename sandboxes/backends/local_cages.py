@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 
 from agentkit.errors import UnsupportedFeature
 from agentkit.sandboxes.agent_config import command
-from agentkit.sandboxes.backends import docker_options, namespaces, seccomp
+from agentkit.sandboxes.backends import docker_options, namespaces
 from agentkit.sandboxes.backends.local_cgroup import Group
 from agentkit.sandboxes.backends.local_view import (
     ENVIRONMENT,
@@ -118,7 +118,7 @@ class Cage(ABC):
 
 
 class Bubblewrap(Cage):
-    """Name spaces, a file system of its own and a filter of system calls, by ``bwrap``.
+    """Name spaces and a file system of its own, by ``bwrap``.
 
     The agent is process 1. Where this process is root, the agent has another user than ``bwrap``, which gives up its
     capabilities: its death cannot signal the agent, so the agent watches a pipe that ``bwrap`` holds open.
@@ -154,7 +154,7 @@ class Bubblewrap(Cage):
             "--info-fd", str(launch.info), "--block-fd", str(launch.gate),
             *(("--json-status-fd", str(launch.lifeline)) if launch.lifeline >= 0 else ()),
             "--clearenv", *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
-            *_seccomp(launch), *_words(launch, view(launch.spec, launch.directory, launch.group)), "--chdir", "/",
+            *_words(launch, view(launch.spec, launch.directory, launch.group)), "--chdir", "/",
         ]  # fmt: skip
         # In a descriptor: the command line of process 1 can be read inside, and names paths of the host.
         arguments = launch.data(b"".join(os.fsencode(word) + b"\0" for word in told))
@@ -179,7 +179,6 @@ class Namespaces(Cage):
         return command(MOUNT, python())
 
     def command(self, launch: Launch, program: list[str]) -> list[str]:
-        code = seccomp.program()
         plan = {
             "info": launch.info,
             "gate": launch.gate,
@@ -187,7 +186,6 @@ class Namespaces(Cage):
             "files": [asdict(entry) for entry in view(launch.spec, launch.directory, launch.group)],
             "hidden": HIDDEN_PROC,
             "environment": ENVIRONMENT,
-            "filter": None if code is None else code.hex(),
             "command": [*_limited(launch), *program],
         }
         script = namespaces.__file__
@@ -286,11 +284,6 @@ def _entry_words(launch: Launch, entry: Entry) -> list[str]:
         return ["--proc", entry.target, *(word for path in hidden for word in ("--ro-bind", "/dev/null", path))]
     shm = ["--perms", "1777", "--size", str(entry.size), "--tmpfs", f"{entry.target}/shm"]
     return ["--dev", entry.target, *shm, "--remount-ro", entry.target]
-
-
-def _seccomp(launch: Launch) -> list[str]:
-    code = seccomp.program()
-    return [] if code is None else ["--seccomp", str(launch.data(code))]
 
 
 def _limited(launch: Launch) -> list[str]:

@@ -1,9 +1,13 @@
-"""A filter of system calls for sandboxes without a container engine: what no program in a sandbox needs is refused.
+"""A filter of system calls for sandboxes: what no program in a sandbox needs is refused.
+
+The agent installs it on itself before it starts anything, so every program inherits it; a container engine's own filter
+stays in force beside it.
 
 Invariant: the filter refuses (``EPERM``) what reaches kernel features that name spaces do not confine or that open new
 ones: mounting, name spaces, keys, tracing the machine, modules, io_uring, BPF, typing into terminals, talking to the
-hypervisor. Programs of another architecture are killed, since their calls have other numbers. Everything else passes.
-Pure: the result is the byte code that the kernel takes.
+hypervisor. It refuses to change the limits and the priority of process 1, the agent, which has the programs' user.
+Programs of another architecture are killed, since their calls have other numbers. Everything else passes. Pure: the
+result is the byte code that the kernel takes.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from collections.abc import Collection
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
@@ -50,20 +55,49 @@ _AARCH64 = {
     "clock_adjtime": 266, "setns": 268, "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282,
     "kexec_file_load": 294,
 }  # fmt: skip
+_ALLOWED_BY = {
+    "SYS_ADMIN": (
+        "bpf", "fanotify_init", "fsconfig", "fsmount", "fsopen", "fspick", "lookup_dcookie", "mount", "mount_setattr",
+        "move_mount", "name_to_handle_at", "open_tree", "perf_event_open", "pivot_root", "quotactl", "quotactl_fd",
+        "setdomainname", "sethostname", "setns", "swapoff", "swapon", "syslog", "umount2", "unshare",
+    ),
+    "BPF": ("bpf",),
+    "DAC_READ_SEARCH": ("name_to_handle_at", "open_by_handle_at"),
+    "PERFMON": ("perf_event_open",),
+    "SYS_BOOT": ("kexec_file_load", "kexec_load", "reboot"),
+    "SYS_MODULE": ("create_module", "delete_module", "finit_module", "init_module"),
+    "SYS_PACCT": ("acct",),
+    "SYS_PTRACE": ("kcmp",),
+    "SYS_RAWIO": ("ioperm", "iopl"),
+    "SYS_TIME": ("clock_adjtime", "clock_settime", "settimeofday"),
+    "SYS_TTY_CONFIG": ("vhangup",),
+    "SYSLOG": ("syslog",),
+}  # fmt: skip
+"""Capability → what is not refused where a sandbox was given it."""
 _CLONE3 = 435
+_AGENT = 1
+_OF_A_USER = 2, 3
+"""``PRIO_USER`` of ``setpriority``, ``IOPRIO_WHO_USER`` of ``ioprio_set``."""
 _MACHINES = {
-    # audit number, refused calls, clone, ioctl, socket
-    "x86_64": (0xC000003E, _X86_64, 56, 16, 41),
-    "aarch64": (0xC00000B7, _AARCH64, 220, 29, 198),
+    # audit number, refused calls, clone, ioctl, socket, setpriority, ioprio_set,
+    # and what names a process first: prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
+    "x86_64": (0xC000003E, _X86_64, 56, 16, 41, 141, 251, (302, 142, 144, 203, 314)),
+    "aarch64": (0xC00000B7, _AARCH64, 220, 29, 198, 140, 30, (261, 118, 119, 122, 274)),
 }
 
 
-def program(machine: str | None = None) -> bytes | None:
-    """The filter for this machine (or ``machine``); None where the numbers of its calls are not known here."""
+def program(machine: str | None = None, capabilities: Collection[str] = ()) -> bytes | None:
+    """The filter for this machine (or ``machine``); None where the numbers of its calls are not known here.
+
+    ``capabilities`` are those that the sandbox is given, without ``CAP_``.
+    """
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         return None
-    arch, refused, clone, ioctl, socket = _MACHINES[machine]
+    arch, own, clone, ioctl, socket, setpriority, ioprio_set, steering = _MACHINES[machine]
+    given = set(_ALLOWED_BY) if "ALL" in capabilities else _ALLOWED_BY.keys() & set(capabilities)
+    allowed = {name for capability in given for name in _ALLOWED_BY[capability]}
+    refused = {number for name, number in (own | _SHARED).items() if name not in allowed}
     code = [
         _op(_LOAD, _ARCH),
         _op(_JUMP_EQUAL, arch, 1, 0),
@@ -72,13 +106,18 @@ def program(machine: str | None = None) -> bytes | None:
     ]
     if machine == "x86_64":
         code += [_op(_JUMP_AT_LEAST, _X32, 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
-    for number in sorted({*refused.values(), *_SHARED.values()}):
+    for number in sorted(refused):
         code += [_op(_JUMP_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | errno.EPERM)]
-    # Its flags lie in memory, where a filter cannot look; without it programs use `clone`.
-    code += [_op(_JUMP_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
-    code += _refuse(clone, _ARG0, _JUMP_ANY_BIT, (_NEW_NAMESPACES,))
+    if "SYS_ADMIN" not in given:
+        # Its flags lie in memory, where a filter cannot look; without it programs use `clone`.
+        code += [_op(_JUMP_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
+        code += _refuse(clone, _ARG0, _JUMP_ANY_BIT, (_NEW_NAMESPACES,))
     code += _refuse(ioctl, _ARG1, _JUMP_EQUAL, _TYPE_INTO_TERMINAL)
     code += _refuse(socket, _ARG0, _JUMP_EQUAL, _FAMILIES)
+    for call in steering:
+        code += _refuse(call, _ARG0, _JUMP_EQUAL, (_AGENT,))
+    for call, kind in zip((setpriority, ioprio_set), _OF_A_USER, strict=True):
+        code += _refuse(call, _ARG0, _JUMP_EQUAL, (kind,)) + _refuse(call, _ARG1, _JUMP_EQUAL, (_AGENT,))
     code.append(_op(_RETURN, _ALLOW))
     return b"".join(code)
 

@@ -16,8 +16,12 @@ import sys
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
+KEPT = []
 ARM = platform.machine() == "aarch64"
 KCMP, VM_READ, VM_WRITE, KILL, TGKILL = (272, 270, 271, 129, 131) if ARM else (312, 310, 311, 62, 234)
+PRLIMIT, SETPRIORITY, SET_SCHEDULER, SET_AFFINITY, IOPRIO_SET = (
+    (261, 140, 119, 122, 30) if ARM else (302, 141, 144, 203, 251)
+)
 PIDFD_SEND_SIGNAL, PIDFD_OPEN, PIDFD_GETFD, PROCESS_MADVISE = 424, 434, 438, 440
 PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
 
@@ -29,15 +33,19 @@ def call(number, *arguments):
     return result
 
 
-def vector(size=8):
-    """An ``iovec`` and the buffer that it names; both must be kept."""
-    buffer = ctypes.create_string_buffer(size)
-    return buffer, ctypes.create_string_buffer(struct.pack("PN", ctypes.addressof(buffer), size))
+def memory(data):
+    """The address of a copy that stays."""
+    KEPT.append(ctypes.create_string_buffer(data, len(data)))
+    return ctypes.addressof(KEPT[-1])
+
+
+def vector():
+    """The address of an ``iovec`` of eight bytes."""
+    return memory(struct.pack("PN", memory(bytes(8)), 8))
 
 
 def read_or_write_memory(number, pid):
-    _kept, local = vector()
-    call(number, pid, ctypes.addressof(local), 1, ctypes.addressof(local), 1, 0)
+    call(number, pid, vector(), 1, vector(), 1, 0)
 
 
 def read(pid, name):
@@ -74,17 +82,33 @@ ATTEMPTS = {
     "process_vm_writev": lambda pid: read_or_write_memory(VM_WRITE, pid),
     "pidfd_getfd": take_descriptor,
     "kcmp": lambda pid: call(KCMP, pid, os.getpid(), 2, 0, 0),
-    "process_madvise": lambda pid: call(
-        PROCESS_MADVISE, call(PIDFD_OPEN, pid, 0), ctypes.addressof(vector()[1]), 1, 21, 0
-    ),
+    "process_madvise": lambda pid: call(PROCESS_MADVISE, call(PIDFD_OPEN, pid, 0), vector(), 1, 21, 0),
 }
+
+
+def limit(kind, pid):
+    call(PRLIMIT, pid, kind, memory(struct.pack("QQ", 3, 3)), 0)
+
+
+STARVING = {
+    "few files": lambda pid: limit(7, pid),
+    "little time": lambda pid: limit(0, pid),
+    "a low priority": lambda pid: call(SETPRIORITY, 0, pid, 19),
+    "a low priority of its group": lambda pid: call(SETPRIORITY, 1, pid, 19),
+    "a low priority of its user": lambda _pid: call(SETPRIORITY, 2, 0, 19),
+    "idle time alone": lambda pid: call(SET_SCHEDULER, pid, 5, memory(bytes(8))),
+    "one processor": lambda pid: call(SET_AFFINITY, pid, 8, memory(b"\1" + bytes(7))),
+    "idle disks alone": lambda pid: call(IOPRIO_SET, 1, pid, 3 << 13),
+    "idle disks for its user": lambda _pid: call(IOPRIO_SET, 3, os.getuid(), 3 << 13),
+}
+"""What a process may do to another of its user, unless a filter of system calls refuses it."""
 
 
 def attempt(name, pid):
     child = os.fork()  # what one leaves behind (an attached process) does not help the next
     if child == 0:
         try:
-            ATTEMPTS[name](pid)
+            {**ATTEMPTS, **STARVING}[name](pid)
         except OSError:
             os._exit(0)
         except BaseException:
@@ -112,7 +136,7 @@ def signals(pid):
 
 if __name__ == "__main__":
     for target in map(int, sys.argv[1:]):
-        for what in ATTEMPTS:
+        for what in [*ATTEMPTS, *(STARVING if target == 1 else ())]:
             print(f"{what}: {attempt(what, target)}", flush=True)
         signals(target)
         print("signals: sent", flush=True)

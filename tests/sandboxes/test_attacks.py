@@ -18,6 +18,7 @@ from requiring import require
 from agentkit.errors import EngineUnavailable, SandboxError
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Backend, Channel
+from agentkit.sandboxes.backends import seccomp
 from agentkit.sandboxes.types import ExecRequest, ExecResult
 
 pytestmark = pytest.mark.timeout(600)
@@ -96,8 +97,8 @@ async def _docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WatchedDoc
     return backend
 
 
-def refused(lines: Sequence[str]) -> None:
-    assert len(lines) == len(attacks.ATTEMPTS) + 1
+def refused(lines: Sequence[str], count: int = len(attacks.ATTEMPTS)) -> None:
+    assert len(lines) == count + 1
     assert [line for line in lines[:-1] if not line.endswith(": refused")] == []
 
 
@@ -106,7 +107,70 @@ async def test_the_agent_is_process_one(target: Target) -> None:
 
 
 async def test_process_one_is_out_of_reach(target: Target) -> None:
-    refused(await target.attack(1))
+    refused(await target.attack(1), len(attacks.ATTEMPTS) + len(attacks.STARVING))
+    await target.unharmed()
+
+
+WAYS_OUT = """
+import ctypes, errno, fcntl, os, platform, socket
+libc = ctypes.CDLL(None, use_errno=True)
+arm = platform.machine() == "aarch64"
+def refused(name, code):
+    print(name, errno.errorcode.get(code, code))
+for family in (socket.AF_VSOCK, socket.AF_ALG):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+        try:
+            socket.socket(family, kind)
+            print("opened", family)
+        except OSError as error:
+            refused(family.name, error.errno)
+calls = {
+    "io_uring_setup": (425, 8, 0), "open_tree": (428, -100, 0, 0), "fsopen": (430, 0, 0),
+    "setns": (268 if arm else 308, 0, 0), "unshare": (97 if arm else 272, 0x10000000),
+    "keyctl": (219 if arm else 250, 0), "bpf": (280 if arm else 321, 0, 0, 0),
+    "mount": (40 if arm else 165, 0, 0, 0, 0, 0), "userfaultfd": (282 if arm else 323, 0),
+    "perf_event_open": (241 if arm else 298, 0, 0, 0, 0, 0), "clone": (220 if arm else 56, 0x10000011, 0, 0, 0, 0),
+}
+for name, (number, *arguments) in calls.items():
+    if libc.syscall(number, *map(ctypes.c_long, arguments)) >= 0:
+        print("done", name)
+        os._exit(0)
+    refused(name, ctypes.get_errno())
+try:
+    fcntl.ioctl(os.openpty()[1], 0x5412, b"x")
+except OSError as error:
+    refused("TIOCSTI", error.errno)
+"""
+
+
+async def test_ways_out_of_a_name_space_are_refused(target: Target) -> None:
+    require(seccomp.program() is not None, "run it on x86_64 or aarch64")
+    lines = (await target.python(WAYS_OUT)).stdout.splitlines()
+    assert len(lines) == 18
+    assert [line for line in lines if not line.endswith(" EPERM")] == []
+    await target.unharmed()
+
+
+ORDINARY = """
+import asyncio, concurrent.futures, multiprocessing, os, resource, sqlite3, subprocess, sys, threading
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+print(subprocess.check_output(["echo", "child"]).decode().strip())
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(sum(pool.map(abs, [-1, 2])))
+print(sqlite3.connect("/workspace/data").execute("select 7").fetchone()[0])
+async def main():
+    process = await asyncio.create_subprocess_exec("cat", stdin=-1, stdout=-1)
+    return (await process.communicate(b"async"))[0].decode()
+print(asyncio.run(main()))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); os.nice(1); os.sched_setaffinity(0, os.sched_getaffinity(0))
+os.setpriority(os.PRIO_PROCESS, os.getpid(), 5); os.setpriority(os.PRIO_PGRP, 0, 6)
+print(os.getpriority(os.PRIO_PROCESS, 0))
+"""
+
+
+async def test_ordinary_programs_work(target: Target) -> None:
+    result = await target.python(ORDINARY)
+    assert result.stdout.split() == ["thread", "child", "3", "7", "async", "6"], result.stderr
     await target.unharmed()
 
 

@@ -19,7 +19,7 @@ from agentkit.errors import (
     StartTimeout,
     UnsupportedFeature,
 )
-from agentkit.sandboxes.backends import docker_options
+from agentkit.sandboxes.backends import docker_options, seccomp
 from agentkit.sandboxes.backends.docker_engine import Engine
 from agentkit.sandboxes.spec import Mount
 
@@ -84,6 +84,14 @@ async def test_a_main_process_that_runs_out_of_memory(
 ) -> None:
     _main(monkeypatch, "python3", "-c", "x = bytearray(300_000_000)")
     with pytest.raises(StartTimeout, match="out of memory"):
+        await make(docker_backend)
+
+
+async def test_without_its_filter_no_sandbox_starts(
+    docker_backend: WatchedDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seccomp, "program", lambda **_: bytes(8))  # which no kernel takes
+    with pytest.raises(StartTimeout, match="refuses a filter of system calls"):
         await make(docker_backend)
 
 

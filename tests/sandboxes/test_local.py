@@ -301,6 +301,14 @@ asyncio.run(main())
             await make(backend, spec)
         assert backend.left() == []
 
+    async def test_without_its_filter_no_sandbox_starts(
+        self, backend: WatchedLocal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(seccomp, "program", lambda **_: bytes(8))  # which no kernel takes
+        with pytest.raises(StartTimeout, match="refuses a filter of system calls"):
+            await make(backend)
+        assert backend.left() == []
+
     async def test_how_it_ended_is_known(self, backend: WatchedLocal) -> None:
         id, channel = await make(backend)
         state = local_state.load(id)
@@ -469,6 +477,15 @@ class TestPure:
             assert len(code) % 8 == 0
             assert len(code) // 8 < 4096
         assert seccomp.program("pdp11") is None
+
+    def test_capabilities_open_what_is_theirs(self) -> None:
+        def size(*capabilities: str) -> int:
+            code = seccomp.program("x86_64", capabilities)
+            assert code is not None
+            return len(code)
+
+        assert size("ALL") < size("SYS_ADMIN", "SYS_TIME") < size("SYS_ADMIN") < size("SYS_TIME") < size()
+        assert size("CHOWN") == size()
 
     @pytest.mark.parametrize(
         ("before", "now", "expected"),
