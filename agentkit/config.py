@@ -277,7 +277,7 @@ class RunConfig(Strict):
     name: str = "run"
     """Name of the run, shown by trackers."""
     dir: Path = Field(default=Path("runs/run"), strict=False)
-    """Run directory; it must not exist yet unless `--resume` is given."""
+    """Run directory; one that holds a run with a checkpoint needs `--resume` or `--again`."""
     seed: int = Field(default=0, ge=0)
     """The one seed from which every random number of the run follows."""
     steps: int = Field(default=20, ge=0)

@@ -54,6 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (path / "tiny.yaml").write_text(TINY)
     result = agentkit("run", path / "tiny.yaml", f"dir={path / 'run'}")
     assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr  # of libraries
     return path / "run", result.stdout
 
 
@@ -175,8 +176,9 @@ def test_a_finished_run_is_left_alone_and_another_one_starts_beside_it(finished:
     directory, _ = finished
     config = directory.parent / "tiny.yaml"
     before = (directory / "events.jsonl").read_bytes()
-    result = agentkit("run", config, f"dir={directory}", "--again")
+    result = agentkit("run", config, f"dir={directory}", "--again", "model.lora={}")
     assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
     assert f"starting the run in {directory}-2\n" in result.stdout
     assert f"agentkit show {directory}-2" in result.stdout
     assert (directory / "events.jsonl").read_bytes() == before

@@ -7,6 +7,7 @@ names of its own state dict; adapters are merged into a copy and never into the 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -131,16 +132,17 @@ def _adapted(model: PreTrainedModel, config: LoraConfig) -> nn.Module:
     except ImportError as error:
         raise LearnerError("model.lora needs peft: pip install 'agentkit-rl[lora]'") from error
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    adapters = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number works
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number works
-                lora_dropout=config.dropout,
-                target_modules=targets,
-                task_type="CAUSAL_LM",
-            ),
-        ).eval()
+        with warnings.catch_warnings():
+            # peft reads an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return peft.get_peft_model(model, adapters).eval()
     except ValueError as error:
         raise LearnerError(f"model.lora does not fit the model ({error}): check model.lora.target_modules") from error

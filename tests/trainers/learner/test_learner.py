@@ -60,6 +60,7 @@ async def test_published_weights_are_those_of_a_plain_model(configure, make_batc
     await learner.close()
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, make_batch, tiny_model, tmp_path):
     batch = make_batch(1)
     learner = Learner(configure(model={"lora": LORA}, learner={"lr": 1e-2}))
