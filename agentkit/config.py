@@ -55,6 +55,9 @@ class EnvConfig(Strict):
     """Fields of the sandboxes' specification, such as `{image: mine, resources: {memory: 2g}}`."""
     sandbox_share: int = Field(default=64, ge=1)
     """Most environments in one sandbox, if they declare to run `inline`; all others have one each."""
+    sandbox_spread: int = Field(default=8, ge=1)
+    """One sandbox holds at most this part (1/8) of the running environments, so that losing it loses no more. Makes up
+    to 15 sandboxes, each with the environment's data in memory; 1 makes as few as `sandbox_share` allows."""
 
 
 class LoraConfig(Strict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,16 +99,32 @@ class Seat:
     description: Description
 
 
+def choose(fills: Sequence[int], share: int, spread: int) -> int | None:
+    """Which room takes one more environment.
+
+    Args:
+        fills: taken seats of each room.
+        share: most seats of a room.
+        spread: the share of all taken seats that one room may hold is 1 / ``spread``, or one seat if that is less.
+
+    Returns:
+        The index of the emptiest room, or None if a new room is needed.
+    """
+    limit = min(share, max(1, (sum(fills) + 1) // spread))
+    emptiest = min(range(len(fills)), key=fills.__getitem__, default=None)
+    return emptiest if emptiest is not None and fills[emptiest] < limit else None
+
+
 class House:
     """Seats for environments of one placement, in as many sandboxes as it takes.
 
-    At most ``share`` environments that declare ``inline`` share a process.
+    Environments that declare ``inline`` may share a process, as ``choose`` has it.
     """
 
-    def __init__(self, placement: Placement, supply: Supply | None = None, *, share: int = 1) -> None:
+    def __init__(self, placement: Placement, supply: Supply | None = None, *, share: int = 1, spread: int = 1) -> None:
         self.placement = placement
         self._supply = supply or Single(placement)
-        self._share = share
+        self._share, self._spread = share, spread
         self._capacity: int | None = None
         self._rooms: list[Room] = []
         self._numbers = itertools.count(1)
@@ -159,11 +175,7 @@ class House:
         for room in [room for room in self._rooms if room.process.broken is not None and not room.seats]:
             await self._give_up(room)
         number = next(self._numbers)
-        room = next((room for room in self._rooms if self._has_place(room)), None)
-        if room is None:
-            room = await self._open(number)
-        else:
-            room.seats.add(number)
+        room = await self._enter(number)
         placement = self.placement
         arguments = (placement.id, placement.entry_point, dict(placement.kwargs), frames.VERSION)
         try:
@@ -178,12 +190,18 @@ class House:
             self._capacity = self._share if description.concurrency == "inline" else 1
         return Seat(room, number, description)
 
-    def _has_place(self, room: Room) -> bool:
-        return room.process.broken is None and len(room.seats) < (self._capacity or 1)
+    async def _enter(self, number: int) -> Room:
+        rooms: list[Room | _Opening] = [room for room in self._rooms if room.process.broken is None]
+        rooms += self._opening
+        chosen = choose([len(room.seats) for room in rooms], self._capacity or 1, self._spread)
+        room = None if chosen is None else rooms[chosen]
+        if isinstance(room, Room):
+            room.seats.add(number)
+            return room
+        return await self._open(number, room)
 
-    async def _open(self, number: int) -> Room:
-        """A new room; several who need one at the same time share what they may."""
-        opening = next((one for one in self._opening if len(one.seats) < (self._capacity or 1)), None)
+    async def _open(self, number: int, opening: _Opening | None) -> Room:
+        """A seat in a room that is being made: in ``opening``, or in a new one."""
         if opening is None:
             seats: set[int] = set()
             opening = _Opening(asyncio.ensure_future(self._furnish(seats)), seats)

@@ -37,7 +37,8 @@ async def pulse(channel: Channel, period: float = PERIOD, misses: int = MISSES) 
     except asyncio.TimeoutError:
         pass
     finally:
-        if not ping.done():
-            ping.cancel()
-            await asyncio.wait({ping})
+        ping.cancel()
+        await asyncio.wait({ping})
+        if not ping.cancelled():
+            ping.exception()  # seen: a caller that is cancelled does not look any more
     return None

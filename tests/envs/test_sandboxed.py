@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import faulty_envs
 import numpy as np
+import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 from requiring import require
@@ -27,8 +29,10 @@ from agentkit.errors import (
     EnvTimeout,
     RegistryError,
 )
+from agentkit.sandboxes.backends import local_state
 from agentkit.sandboxes.backends.local import LocalBackend
 
+PATIENCE = float(os.environ.get("AGENTKIT_TEST_PATIENCE", "10"))
 PATIENT: dict[str, Any] = {"step_timeout": 120.0, "reset_timeout": 300.0}
 """Seconds, for a machine that does many other things."""
 
@@ -276,6 +280,38 @@ async def test_inline_environments_share_a_process_and_not_their_failures(local)
     finally:
         await asyncio.gather(*(env.close() for env in envs))
         await house.close()
+
+
+async def test_a_frozen_sandbox_ends_the_steps_in_it_and_no_others(local):
+    """Of standalone sandboxes, which no pool watches, and of a pool's."""
+    agreed = place("Faulty-v0", {}, local)
+    for supply in (None, Pooled(agreed)):
+        house = House(agreed, supply, share=64, spread=2)
+        envs = [SandboxedEnv("Faulty-v0", house=house, **PATIENT) for _ in range(4)]
+        try:
+            for env in envs:
+                await env.reset(seed=1)
+            rooms = [id(room(env)) for env in envs]
+            assert sorted(rooms.count(one) for one in set(rooms)) == [1, 1, 2]
+            victims = [env for env in envs if rooms.count(id(room(env))) == 2]
+            others = [env for env in envs if env not in victims]
+            state = local_state.load(room(victims[0]).process._box.id)
+            assert state is not None
+            main = psutil.Process(state.processes[-1].pid)
+            for process in [main, *main.children(recursive=True)]:
+                process.suspend()
+            start = time.monotonic()
+            told = await asyncio.gather(*(env.step("a") for env in envs), return_exceptions=True)
+            took = time.monotonic() - start
+            assert [type(told[envs.index(env)]) for env in victims] == [EnvCrashed, EnvCrashed]
+            assert [told[envs.index(env)][0] for env in others] == ["count 1", "count 1"]
+            assert took < 5 * PATIENCE
+            assert all("hung" in str(told[envs.index(env)]) for env in victims)
+            await asyncio.gather(*(env.reset(seed=1) for env in victims))  # in another sandbox
+            assert [(await env.step("a"))[0] for env in victims] == ["count 1", "count 1"]
+        finally:
+            await asyncio.gather(*(env.close() for env in envs))
+            await house.close()
 
 
 async def test_others_have_a_sandbox_each(local):

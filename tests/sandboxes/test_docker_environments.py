@@ -1,14 +1,20 @@
 """Environments in containers: the image that holds them, and the same episodes as in this process."""
 
+import asyncio
+import os
+
 import pytest
 from requiring import require
 
 import agentkit
+from agentkit.envs.house import House, Pooled
+from agentkit.envs.placement import place
 from agentkit.envs.sandboxed import SandboxedEnv
 from agentkit.errors import EnvCrashed, ImageError
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import SandboxSpec
 
+PATIENCE = float(os.environ.get("AGENTKIT_TEST_PATIENCE", "10"))
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first
 
 
@@ -60,6 +66,55 @@ async def test_a_container_that_is_removed_is_a_crash_and_the_episode_comes_back
             await env.step("Down")
     finally:
         await env.close()
+
+
+async def test_a_frozen_container_costs_an_eighth_of_the_episodes_at_most(env_image, docker_backend):
+    placed = place("Sokoban-v0", {}, docker_backend, SandboxSpec(image=env_image))
+    house = House(placed, Pooled(placed), share=64, spread=8)
+    envs = [SandboxedEnv("Sokoban-v0", house=house, reset_timeout=300.0) for _ in range(16)]
+    clock = asyncio.get_running_loop().time
+    crashes: list[tuple[int, float, str]] = []
+    stop = asyncio.Event()
+
+    async def play(number: int) -> None:
+        await envs[number].reset(seed=number)
+        ready.append(number)
+        while not stop.is_set():
+            try:
+                *_, terminated, truncated, _ = await envs[number].step("Up")
+                if terminated or truncated:
+                    await envs[number].reset(seed=number)
+            except EnvCrashed as error:
+                crashes.append((number, clock(), str(error)))
+                return
+            await asyncio.sleep(0.1)
+
+    ready: list[int] = []
+    players = [asyncio.ensure_future(play(number)) for number in range(16)]
+    try:
+        while len(ready) < 16:
+            await asyncio.sleep(0.1)
+            assert not crashes
+        boxes = [box_of(env) for env in envs]
+        victim = max(boxes, key=boxes.count)
+        inside = [number for number, env in enumerate(envs) if box_of(env) is victim]
+        rss = (await victim.stats()).memory
+        start = clock()
+        await docker_backend.engine.call("pause", lambda client: client.pause(victim.id))
+        while len(crashes) < len(inside):
+            await asyncio.sleep(0.05)
+            assert clock() - start < 5 * PATIENCE
+        print(
+            f"{len(crashes)} of 16 lost after {crashes[-1][1] - start:.2f} s ({crashes[-1][2]}); {rss} bytes a sandbox"
+        )
+        await asyncio.sleep(1)
+        assert sorted(number for number, _, _ in crashes) == inside
+        assert len(inside) <= 2
+    finally:
+        stop.set()
+        await asyncio.gather(*players)
+        await asyncio.gather(*(env.close() for env in envs))
+        await house.close()
 
 
 @pytest.mark.parametrize("mode", ["text", "compact"])

@@ -23,7 +23,7 @@ def new_house(source: EnvSource) -> House:
     from agentkit.envs.house import House, Pooled
 
     assert source.placement is not None
-    return House(source.placement, Pooled(source.placement), share=source.share)
+    return House(source.placement, Pooled(source.placement), share=source.share, spread=source.spread)
 
 
 class SandboxEnv:

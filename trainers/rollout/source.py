@@ -43,6 +43,8 @@ class EnvSource:
     """For a sandbox: which one, and what runs there."""
     share: int = 1
     """Most environments in one sandbox."""
+    spread: int = 1
+    """One sandbox holds at most this part of the environments that run (1 / ``spread``)."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> EnvSource:
@@ -102,6 +104,7 @@ class EnvSource:
             recovery=config.recovery,
             placement=placement,
             share=config.sandbox_share,
+            spread=config.sandbox_spread,
         )
 
     def make(self) -> Any:
