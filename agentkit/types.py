@@ -72,7 +72,8 @@ class Trajectory:
     """The policy version that began the episode; retries of a failed environment keep the first attempt's."""
     turns: list[Turn] = field(default_factory=list)
     final_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Ids of the last observation of a truncated episode, on which a critic bootstraps; empty otherwise."""
+    """Ids of the last observation of an episode that the environment or ``max_turns`` cut off, on which a critic
+    bootstraps; empty otherwise, also when the context overflows."""
     outcome: Outcome = "terminated"
     reason: str = ""
     """Why it was truncated (``max_turns``, ``env``, ``context``) or voided (the error's text)."""

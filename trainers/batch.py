@@ -45,8 +45,8 @@ class Batch:
     """int64 ``[S]``."""
     members: NDArray[np.int64]
     """int64 ``[S]``: index of the episode within its group."""
-    truncated: NDArray[np.bool_]
-    """bool ``[S]``: the episode was cut off, so that its last state still has a value."""
+    bootstraps: NDArray[np.bool_]
+    """bool ``[S]``: the episode was cut off before an answer, and its value after ``final_ids`` stands for the rest."""
 
     @property
     def num_sequences(self) -> int:
@@ -99,8 +99,12 @@ def flatten(groups: Sequence[Group]) -> Batch:
         states=states,
         group_ids=np.array([trajectory.group_id for trajectory in episodes], np.int64),
         members=np.array([trajectory.member for trajectory in episodes], np.int64),
-        truncated=np.array([trajectory.outcome == "truncated" for trajectory in episodes], np.bool_),
+        bootstraps=np.array([_is_cut_off(trajectory) for trajectory in episodes], np.bool_),
     )
+
+
+def _is_cut_off(trajectory: Trajectory) -> bool:
+    return trajectory.outcome == "truncated" and len(trajectory.final_ids) > 0
 
 
 def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:

@@ -131,8 +131,8 @@ def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation over action tokens alone, whitened over the batch.
 
     Observation tokens are no transitions: from the last token of an action, the next state is the one in which the
-    next action's first token is chosen. A terminated episode ends in a state of value 0, a truncated one in the state
-    after its last token (``final_ids`` included). Several critics are averaged.
+    next action's first token is chosen. An episode that was cut off ends in the state after its ``final_ids``; any
+    other one, also one without ``final_ids``, in a state of value 0. Several critics are averaged.
     """
     if len(values) == 0:
         raise LearnerError("the gae advantage needs the values of at least one critic: add a critic section")
@@ -141,8 +141,8 @@ def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     rewards, state_values = dense.gather(batch.rewards), dense.gather(np.roll(value, 1))
 
     ends = np.maximum(batch.cu_seqlens[1:] - 1, 0)
-    # np.where rather than a product: what a terminated episode's last position holds may be anything.
-    next_value = np.where(batch.truncated, value[ends], 0.0)
+    # np.where rather than a product: what another episode's last position holds may be anything.
+    next_value = np.where(batch.bootstraps, value[ends], 0.0)
     advantage = np.zeros(batch.num_sequences)
     advantages = np.zeros_like(rewards)
     for t in range(dense.width - 1, -1, -1):

@@ -164,7 +164,7 @@ class Player:
                 number = len(trajectory.turns)
                 room = rules.max_context - tokens.size - len(prompt)
                 if room < rules.max_tokens and (number or room < 1):
-                    self._outgrown(trajectory, prompt, room)
+                    self._outgrown(trajectory, prompt)
                     return
                 if number == len(seeds):
                     seeds = turn_seeds(rules.seed, key, 2 * number or min(rules.source.max_turns, 64))
@@ -225,17 +225,18 @@ class Player:
             trajectory.metrics["aborted_turns"] = trajectory.metrics.get("aborted_turns", 0.0) + 1
         raise EngineError(f"the engine aborted one turn {_MAX_ABORTS} times: it does not come out of its pause")
 
-    def _outgrown(self, trajectory: Trajectory, prompt: IntArray, room: int) -> None:
+    def _outgrown(self, trajectory: Trajectory, prompt: IntArray) -> None:
+        """End before ``prompt``, which leaves no room for an answer: a critic has no state to bootstrap on here."""
         if not trajectory.turns:
             raise ConfigError(
                 f"the first prompt of {trajectory.env_id} (seed {trajectory.seed}) has {len(prompt)} tokens, which "
                 f"leaves no room for an answer in engine.max_context={self.rules.max_context}: raise it"
             )
-        _truncate(trajectory, "context", prompt, room)
+        trajectory.outcome, trajectory.reason = "truncated", "context"
 
 
 def _truncate(trajectory: Trajectory, reason: str, prompt: IntArray, room: int) -> None:
-    """End at ``prompt``, the observation that nobody answers; a critic bootstraps there if it fits (``room >= 0``)."""
+    """End at ``prompt``, an observation without an answer; a critic bootstraps there if it fits (``room >= 0``)."""
     trajectory.outcome = "truncated"
     trajectory.reason = reason
     if room >= 0:

@@ -215,8 +215,9 @@ def slow_gae(groups, values, gamma, lam):
                 position += len(turn.prompt_ids)
                 states += [mean[position + offset - 1] for offset in range(len(turn.action_ids))]
                 position += len(turn.action_ids)
-            end = position + (len(trajectory.final_ids) if trajectory.outcome == "truncated" else 0)
-            after = mean[end - 1] if trajectory.outcome == "truncated" else 0.0
+            cut_off = trajectory.outcome == "truncated" and len(trajectory.final_ids) > 0
+            end = position + (len(trajectory.final_ids) if cut_off else 0)
+            after = mean[end - 1] if cut_off else 0.0
             rewards, following = token_rewards(trajectory), [*states[1:], after]
             deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, states, strict=True)]
             for t in range(len(deltas)):
@@ -356,7 +357,7 @@ def test_garbage_where_masked_changes_nothing(make_groups, name, seed, garbage):
 
     used = np.zeros(batch.num_tokens, bool)
     used[np.flatnonzero(batch.mask) - 1] = True  # the states in which an action token was chosen
-    used[batch.cu_seqlens[1:][batch.truncated] - 1] = True  # the states on which truncated episodes bootstrap
+    used[batch.cu_seqlens[1:][batch.bootstraps] - 1] = True  # the states after final_ids
     dirty_batch = replace(
         batch,
         rewards=np.where(batch.mask, batch.rewards, garbage).astype(np.float32),

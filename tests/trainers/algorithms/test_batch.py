@@ -43,7 +43,7 @@ def test_every_column_of_a_small_batch():
     assert batch.states.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0]
     assert batch.group_ids.tolist() == [3, 3]
     assert batch.members.tolist() == [1, 1]
-    assert batch.truncated.tolist() == [True, False]
+    assert batch.bootstraps.tolist() == [True, False]
     assert batch.lengths.tolist() == [7, 3]
     assert batch.action_counts.tolist() == [3, 2]
     dtypes = [column.dtype for column in (batch.tokens, batch.logprobs, batch.rewards, batch.turn_ids, batch.versions)]

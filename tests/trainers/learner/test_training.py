@@ -236,7 +236,7 @@ def test_a_critic_learns_the_return_and_warms_up_alone(configure, make_batch):
     batch = replace(batch, rewards=np.where(batch.mask, batch.rewards * 0, 0).astype(np.float32))
     ends = [np.flatnonzero(batch.mask[: batch.cu_seqlens[i + 1]])[-1] for i in range(batch.num_sequences)]
     batch.rewards[ends] = 2.0
-    batch = replace(batch, truncated=np.zeros_like(batch.truncated))
+    batch = replace(batch, bootstraps=np.zeros_like(batch.bootstraps))
     config = configure(
         algorithm={"advantage": "gae"}, critic={"lr": 3e-3, "warmup_steps": 40, "value_clip": None}, steps=50
     )

@@ -216,8 +216,7 @@ async def test_an_episode_that_outgrows_the_context_is_truncated() -> None:
         assert (member.outcome, member.reason) == ("truncated", "context")
         assert 2 < len(member.turns) < 50
         assert member.num_tokens <= 256
-        assert member.num_tokens > 256 - config.rollout.max_tokens
-        assert len(member.final_ids) > 0
+        assert len(member.final_ids) == 0  # no state that a critic knows: it counts as ended
     assert harness.loop.metrics()["rollout/context_truncated"] == 4
     harness = Harness(configure(engine={"max_context": 40}))
     with pytest.raises(ConfigError, match=r"engine\.max_context=40"):
