@@ -303,11 +303,16 @@ async def _seconds_of_exec(box: Sandbox) -> float:
     return time.perf_counter() - start
 
 
-async def test_small_answers_do_not_wait_for_acknowledgements(local: Process) -> None:
-    async with connected(local.url) as backend, await Sandbox.create(SMALL, backend=backend) as box:
-        times = sorted([await _seconds_of_exec(box) for _ in range(60)])
-        # Without TCP_NODELAY on both ends each call takes 40 ms more. A quiet machine needs 3 ms.
-        assert times[15] < 0.03
+async def test_small_answers_do_not_wait_for_acknowledgements() -> None:
+    async with served() as (_, service), connected(service.url) as backend:
+        async with await Sandbox.create(SMALL, backend=backend) as box:
+            times = [await _seconds_of_exec(box) for _ in range(60)]
+            here = [connection._writer for connection in backend._links[0]._http._all]
+            there: list[Any] = [connection.transport for connection in service._server.server_state.connections]
+        for end in here + there:
+            assert end.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        # Without it on both ends nearly all calls take 40 ms more.
+        assert sorted(times)[10] < 0.035
 
 
 async def test_a_large_file_passes_through_the_server_in_pieces(local: Process) -> None:
@@ -327,7 +332,7 @@ async def test_a_large_file_passes_through_the_server_in_pieces(local: Process) 
         assert len(await reading) == size
         assert most - before < 32 << 20
         assert calls >= 3
-        assert slowest < 2.0
+        assert slowest < 5.0
         assert (box.loss, other.loss) == (None, None)
         with pytest.raises(QuotaExceeded, match="file=") as caught:
             await box.files.read("large", limit=2 << 30)
@@ -349,7 +354,7 @@ async def test_a_reader_that_stops_holds_up_nobody_but_itself(local: Process) ->
                 break
             await asyncio.sleep(1)
             assert local.memory - before < 16 << 20
-            assert await _seconds_of_exec(box) < 2
+            assert await _seconds_of_exec(box) < 5
         assert (await box.exec("rm large")).ok
         await box.close()
 
