@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -172,6 +173,7 @@ def test_a_run_directory_is_not_used_twice(finished: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_finished_run_is_left_alone_and_another_one_starts_beside_it(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     config = directory.parent / "tiny.yaml"
@@ -215,13 +217,21 @@ def test_where_a_run_is_repeated(tmp_path: Path) -> None:
     assert place_again(config("d")) == (config("d-2"), False)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_killed_before_its_first_checkpoint_does_not_block_its_directory(config: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agentkit", "run", str(config)]
-    with subprocess.Popen([*command, "imitation.episodes=100000"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any("starting" in line for line in process.stdout), "it ended before it started"
-        busy = agentkit("run", config)
-        process.kill()
+    events = tmp_path / "run" / "events.jsonl"
+    command = [sys.executable, "-m", "agentkit", "run", str(config), "imitation.episodes=100000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (events.exists() and events.read_text()):
+                assert process.poll() is None, "the run ended before it recorded anything"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            busy = agentkit("run", config)
+        finally:
+            process.kill()
     assert busy.returncode == 1
     assert "in use by another process" in busy.stderr
     result = agentkit("run", config)
