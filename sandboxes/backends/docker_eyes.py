@@ -5,13 +5,14 @@ Invariant: a container is a sandbox only by its label, whatever its name; all ot
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentkit.errors import SandboxError, SandboxLost, UnsupportedFeature
 from agentkit.sandboxes.backends import docker_options as options
@@ -20,11 +21,16 @@ from agentkit.sandboxes.backends.docker_engine import Engine, LaneName, Refused
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.types import BackendEvent, Observed
 
+if TYPE_CHECKING:
+    from docker import APIClient
+
 LOG_TAIL = 50
 """Lines of the main process's output that errors bring along."""
 _EVENTS_TIMEOUT = 30.0
 _STOP_PATIENCE = 30.0
 """Seconds before the end of a container in which a request to end it is looked for: `docker stop` waits for 10."""
+_RECORD_LAG = 0.3
+"""Seconds after which a request that ended a container is on record: the engine notes it once the signal is sent."""
 _EXITED = re.compile(r"Exited \((\d+)\)")
 _STATES: dict[str, Any] = {"running": "running", "restarting": "running", "paused": "paused"}
 _EVENTS: dict[str, Any] = {"die": "died", "oom": "oom", "pause": "paused", "unpause": "resumed", "destroy": "removed"}
@@ -67,11 +73,16 @@ class Eyes:
         since = max(_seconds(found["State"]["StartedAt"]), ended - _STOP_PATIENCE)
         filters = {"container": [found["Id"]], "event": ["kill", "stop"]}
         first: Any = f"{since:.9f}"  # as the engine takes it; the SDK's types know whole seconds alone
-        last: Any = f"{time.time():.9f}"
-        events = await self._engine.call(
-            f"events of {id}", lambda client: list(client.events(first, last, filters=filters, decode=True))
-        )
-        return bool(events)
+
+        def look(client: APIClient) -> bool:
+            last: Any = f"{time.time():.9f}"
+            return bool(list(client.events(first, last, filters=filters, decode=True)))
+
+        what = f"events of {id}"
+        if await self._engine.call(what, look):
+            return True
+        await asyncio.sleep(_RECORD_LAG)
+        return await self._engine.call(what, look)
 
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
         wanted = [f"{name}={value}" for name, value in {**labels, options.MANAGED: "1"}.items()]
