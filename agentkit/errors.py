@@ -2,7 +2,8 @@
 
 Invariant: an error is attributed to exactly one boundary (its class), says whether trying again can help
 (``retryable``) and whether the failed call had effects (``side_effects``). Messages say what is wrong, where,
-and what to do. An environment's failure is never a policy's failure: ``EnvError`` voids an episode, it never scores it.
+and what to do. ``EnvError`` voids an episode and never scores it, with one exception: an ``UnexplainedCrash`` that
+happens to an episode twice is the policy's failure.
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ class EnvError(AgentkitError):
 
 class EnvCrashed(EnvError):
     """The environment raised, or its process died."""
+
+
+class UnexplainedCrash(EnvCrashed):
+    """The environment's sandbox failed after code of the policy ran in it, and no external cause is on record.
+
+    Evaluation and the rollout loop play such an episode once more. If that fails in the same way, the failure is the
+    policy's. Code that steps an environment itself decides; it should not make failing free.
+    """
 
 
 class EnvTimeout(EnvError):

@@ -38,6 +38,7 @@ class Description:
     concurrency: Concurrency
     deterministic: bool
     has_expert: bool
+    runs_policy_code: bool
     render_modes: tuple[str, ...]
     render_mode: str | None
     render_fps: float | None
@@ -66,6 +67,7 @@ def check_description(value: Any) -> Description:
         concurrency=value["concurrency"],
         deterministic=_flag("deterministic", value["deterministic"]),
         has_expert=_flag("has_expert", value["has_expert"]),
+        runs_policy_code=_flag("runs_policy_code", value["runs_policy_code"]),
         render_modes=_texts("render_modes", value["render_modes"]),
         render_mode=None if mode is None else check_text("render_mode", mode),
         render_fps=None if fps is None else _number("render_fps", fps),

@@ -55,6 +55,15 @@ class EnvDeclaration:
         """
         return None
 
+    @classmethod
+    def runs_policy_code(cls, **kwargs: Any) -> bool:
+        """Whether an environment with these arguments runs code that the policy wrote.
+
+        If so, a sandbox that fails without an external cause on record, after such code ran, raises
+        ``UnexplainedCrash``. By default: whether the environment makes sandboxes itself.
+        """
+        return cls.own_sandboxes(**kwargs) is not None
+
     @cached_property
     def observation_space(self) -> Text:
         return Text()
@@ -115,6 +124,9 @@ class AsyncTextEnv(EnvDeclaration, ABC):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
     concurrency: ClassVar[Concurrency] = "inline"
+    policy_code_ran: bool = False
+    """Set by an environment that runs code of the policy: it has run in the present call. A call that then takes too
+    long counts as an ``UnexplainedCrash``; one that only waited for a sandbox does not."""
     render_mode: str | None = None
     _np_random: np.random.Generator | None = None
 

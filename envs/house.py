@@ -1,8 +1,8 @@
 """Sandboxes for the environments of one placement: rooms with seats, taken and left.
 
-Invariant: environments that declare ``inline`` may share a process, as they would on the host; any other has a sandbox
-of its own. A room whose process broke takes nobody in and is given up as soon as that is seen; whatever was made is
-gone when ``close`` returns.
+Invariant: environments that declare ``inline`` may share a process, as they would on the host; any other, and one that
+runs code of the policy, has a sandbox of its own. A room whose process broke takes nobody in and is given up as soon as
+that is seen; whatever was made is gone when ``close`` returns.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class House:
                 await finished(self._give_up(room))
             raise
         if self._capacity is None:
-            self._capacity = self._share if description.concurrency == "inline" else 1
+            shared = description.concurrency == "inline" and not description.runs_policy_code
+            self._capacity = self._share if shared else 1
         return Seat(room, number, description)
 
     async def _enter(self, number: int) -> Room:

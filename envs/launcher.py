@@ -2,12 +2,11 @@
 
 Invariant: what follows cannot lift the limits, and cannot signal the process that this was started by (the sandbox's
 agent, which has the same user): a program may fail as it likes, but it does not take its sandbox down with it. What
-fails before the program begins, ends with a secret on standard error; a program never sees it, and so cannot claim that
-it was not begun.
+fails before the program begins counts as a failure of the program; ``programs`` tries one that does nothing first.
 
 Sent as text and run by ``python3 -I -S -c``; needs the standard library alone.
 
-    launcher SECRET SECONDS BYTES PROGRAM      # of processor time, of address space
+    launcher SECONDS BYTES PROGRAM      # of processor time, of address space
 """
 
 import os
@@ -83,6 +82,6 @@ def main(seconds, memory, path):
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     except Exception as error:
-        sys.exit(f"{error!r} {sys.argv[1]}")
+        sys.exit(repr(error))

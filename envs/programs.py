@@ -1,8 +1,11 @@
 """Runs Python programs that a model wrote, in warm sandboxes that the environments of a process share.
 
-Invariant: a program sees its own text and input, nothing else of the host; each run has a fresh directory, and a
-sandbox that holds anything of an earlier program (a process, a file) is never given to the next. How a program ends is
-a ``Run``; a sandbox that fails, or cannot start it, is an ``EnvError``, whatever the program did before.
+Invariant: a program sees its own text and inputs, nothing else of the host and nothing of another program: a sandbox is
+restarted between two calls of ``run``, so it has new processes, name spaces and temporary file systems each time. The
+inputs of one call share a sandbox. The program can thereby learn only these inputs, which it is given anyway, and it
+cannot take them out: what it wrote goes to the caller alone. How a program ends is a ``Run``, and so is a sandbox that
+fails under it without an external cause; only the engine's failures, and those before the program begins, are an
+``EnvError``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from agentkit.envs import launcher
 from agentkit.envs.shared import Share
 from agentkit.errors import ConfigError, EnvCrashed, EnvTimeout, PoolExhausted, SandboxError
+from agentkit.sandboxes.attribution import Cause, cause_of
 from agentkit.sandboxes.spec import Resources, SandboxSpec, parse_size
 from agentkit.sandboxes.types import ExecResult
 
@@ -34,13 +38,12 @@ _PATIENCE = 8.0
 _MARGIN = 0.25
 """Seconds of processor time beyond the limit for what the sandbox itself does during a run."""
 _ATTEMPTS = 3
-"""Sandboxes that are tried, if one is lost."""
+"""Sandboxes that are tried if the engine, or a request to it, ends them."""
 _USES = 500
 _WAIT = 600.0
 """Seconds in line for a sandbox; whoever asks has a shorter timeout of their own."""
 _SIGXCPU = 24
 _LAUNCHER = Path(launcher.__file__).read_text()
-_CLEAN = ("find", "/tmp", "/dev/shm", ".", "-mindepth", "1", "-delete")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,27 @@ class Run:
     stdout: str
     stderr: str
     failure: Failure
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Where a program lies, and what the sandbox had used before it runs."""
+
+    directory: str
+    processor_time: float
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A sandbox failed under a program."""
+
+    error: SandboxError
+    cause: Cause
+
+    @property
+    def failure(self) -> Failure:
+        """What that makes of the run, if it is the program's failure."""
+        return "memory limit" if self.error.details.get("reason") == "oom" else "runtime error"
 
 
 def check_time_limit(time_limit: int) -> None:
@@ -89,7 +113,9 @@ class Runner:
 
     def __init__(self, backend: str, memory: int) -> None:
         scratch = max(memory // 4, 16 << 20)
+        processors = max(2, os.cpu_count() or 2)
         from agentkit.sandboxes.pool import SandboxPool
+        from agentkit.sandboxes.sandbox import Sandbox
 
         spec = SandboxSpec(
             resources=Resources(memory=2 * memory, pids=64, tmp=scratch, workspace=scratch, shm=scratch // 4),
@@ -98,9 +124,11 @@ class Runner:
             idle_timeout=None,
         )
         self._pool = SandboxPool(
-            spec, backend, min_idle=1, max_size=max(2, os.cpu_count() or 2), max_uses=_USES, reset=_renew,
+            spec, backend, min_idle=2, max_size=2 * processors, max_uses=_USES, reset=Sandbox.restart,
             acquire_timeout=_WAIT, drain_timeout=0.0,
         )  # fmt: skip
+        self._proved: set[Limits] = set()
+        """Limits within which a program that does nothing ended well."""
 
     async def start(self) -> None:
         """Raises ``EnvCrashed`` if there is no engine, ``ConfigError`` if there is no such back end."""
@@ -111,33 +139,76 @@ class Runner:
         await self._pool.close()
 
     async def run(
-        self, source: str, inputs: Sequence[str], limits: Limits, enough: Callable[[int, Run], bool] = lambda *_: False
+        self,
+        source: str,
+        inputs: Sequence[str],
+        limits: Limits,
+        enough: Callable[[int, Run], bool] = lambda *_: False,
+        begun: Callable[[], None] = lambda: None,
     ) -> list[Run]:
         """Run a program on each input in turn, until one of them (its index, its run) was ``enough``.
 
-        Raises ``EnvCrashed`` or ``EnvTimeout``: the sandbox failed, and so did those in its place.
-        """
-        with _environment_failures():
-            for attempt in range(_ATTEMPTS):
-                try:
-                    return await self._try(source, inputs, limits, enough)
-                except SandboxError as error:
-                    if not error.retryable or attempt + 1 == _ATTEMPTS:
-                        raise
-        raise AssertionError("unreachable")
+        A sandbox that fails while the program runs, without an external cause on record, costs one retry; each further
+        one is a failed run. ``begun`` is called when the program starts.
 
-    async def _try(
-        self, source: str, inputs: Sequence[str], limits: Limits, enough: Callable[[int, Run], bool]
-    ) -> list[Run]:
+        Raises ``EnvCrashed`` or ``EnvTimeout``: the engine failed, or the sandboxes cannot run any program.
+        """
         runs: list[Run] = []
+        external = unexplained = 0
+        with _environment_failures():
+            if limits not in self._proved:
+                await self._prove(limits)
+            while len(runs) < len(inputs) and not (runs and enough(len(runs) - 1, runs[-1])):
+                failed = await self._go_on(source, inputs, limits, enough, begun, runs)
+                if failed is None:
+                    break
+                if failed.cause == "external":
+                    external += 1
+                    if external == _ATTEMPTS or not failed.error.retryable:
+                        raise failed.error
+                elif failed.cause == "program" or unexplained:
+                    runs.append(Run("", "", failed.failure))
+                else:
+                    unexplained += 1
+        return runs
+
+    async def _prove(self, limits: Limits) -> None:
+        """See that programs can be run, so that one that cannot be started later has itself to blame.
+
+        Raises ``SandboxError``.
+        """
         async with self._sandbox() as lease:
-            for index, text in enumerate(inputs):
-                if index and not await _clean(lease.box):
-                    await lease.box.restart()
-                runs.append(await _run(lease.box, source, text, limits))
+            run = await _run(lease.box, await _prepare(lease.box, ""), "", limits)
+        if run.failure:
+            raise SandboxError(f"no program can be started: {run.failure}: {run.stderr.strip()}")
+        self._proved.add(limits)
+
+    async def _go_on(
+        self,
+        source: str,
+        inputs: Sequence[str],
+        limits: Limits,
+        enough: Callable[[int, Run], bool],
+        begun: Callable[[], None],
+        runs: list[Run],
+    ) -> _Failed | None:
+        """Run the program in a fresh sandbox on the inputs that have no run yet. None if the sandbox did not fail."""
+        async with self._sandbox() as lease:
+            box = lease.box
+            ran = False
+            for index in range(len(runs), len(inputs)):
+                try:
+                    prepared = await _prepare(box, source)
+                    ran = True
+                    begun()
+                    runs.append(await _run(box, prepared, inputs[index], limits))
+                except SandboxError as error:
+                    cause = await cause_of(error, box) if ran else "external"
+                    lease.release(discard=True)
+                    return _Failed(error, cause)
                 if enough(index, runs[-1]):
                     break
-        return runs
+        return None
 
     @contextlib.asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[Lease]:
@@ -150,21 +221,23 @@ class Runner:
         lease.release()
 
 
-async def _run(box: Sandbox, source: str, text: str, limits: Limits) -> Run:
-    directory, secret = f"run-{uuid.uuid4().hex}", uuid.uuid4().hex
+async def _prepare(box: Sandbox, source: str) -> _Prepared:
+    """A new directory with the program."""
+    directory = f"run-{uuid.uuid4().hex}"
     await box.files.write(f"{directory}/main.py", source.encode("utf-8", "replace"))
-    before = await _processor_time(box)
-    arguments = [secret, str(limits.seconds), str(limits.memory), "main.py"]
+    return _Prepared(directory, await _processor_time(box))
+
+
+async def _run(box: Sandbox, prepared: _Prepared, text: str, limits: Limits) -> Run:
+    arguments = [str(limits.seconds), str(limits.memory), "main.py"]
     result = await box.exec(
         ["python3", "-I", "-S", "-c", _LAUNCHER, *arguments],
-        cwd=directory,
+        cwd=prepared.directory,
         stdin=text,
         timeout=_PATIENCE * limits.seconds + 1,
         output_limit=limits.output,
     )
-    if secret in result.stderr:
-        raise SandboxError(f"no program can be started: {result.stderr.replace(secret, '').strip()}")
-    used = await _processor_time(box) - before
+    used = await _processor_time(box) - prepared.processor_time
     return Run(result.stdout, result.stderr, _failure(result, late=used > limits.seconds + _MARGIN))
 
 
@@ -181,18 +254,6 @@ def _failure(result: ExecResult, *, late: bool) -> Failure:
     if result.truncated:
         return "output limit"
     return "" if result.exit_code == 0 else "runtime error"
-
-
-async def _clean(box: Sandbox) -> bool:
-    """Remove what a program left; whether nothing can be left, processes included."""
-    if box.info.tainted or (await box.stats()).processes != 2:  # the first process of its name space, and the agent
-        return False
-    return (await box.exec(_CLEAN, timeout=10)).ok
-
-
-async def _renew(box: Sandbox) -> None:
-    if not await _clean(box):
-        await box.restart()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Literal, TypeVar
 
-from agentkit.errors import EnvCrashed, EnvTimeout
+from agentkit.errors import EnvCrashed, EnvTimeout, UnexplainedCrash
 
 Recovery = Literal["retry", "replay", "void"]
 """``retry``: the episode is void, and played anew from its seed by whoever runs it. ``replay``: this module.
@@ -49,6 +49,8 @@ class Replay(Generic[E]):
         """
         try:
             result = await call(self.env)
+        except UnexplainedCrash:
+            raise  # it may be the policy's doing, and then it gets no more tries than the rule allows
         except (EnvCrashed, EnvTimeout) as error:
             await self._again(error)
             result = await call(self.env)

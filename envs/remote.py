@@ -13,6 +13,7 @@ from typing import Any
 
 from agentkit.envs import frames
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvTimeout, RegistryError, SandboxError
+from agentkit.sandboxes.attribution import Cause, cause_of
 from agentkit.sandboxes.backend import Process
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.text import printable
@@ -82,6 +83,11 @@ class EnvProcess:
                 return await reply  # if this is cancelled, the answer is awaited by nobody and dropped when it comes
         finally:
             timer.cancel()
+
+    async def cause(self) -> Cause:
+        """What broke it, as far as the engine knows; ask before its sandbox is given up. Takes at most 5 s."""
+        error = self.broken.__cause__ if self.broken is not None else None
+        return await cause_of(error if isinstance(error, SandboxError) else EnvCrashed("broken"), self._box)
 
     async def close(self) -> None:
         """End the process. Twice is fine; bounded in time by the sandbox's own limits."""

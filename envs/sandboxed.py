@@ -17,7 +17,8 @@ from agentkit.envs.house import House, Seat
 from agentkit.envs.placement import Placement, place
 from agentkit.envs.portal import portal
 from agentkit.envs.recovery import Recovery, Replay
-from agentkit.errors import ConfigError, EnvContractError, EnvCrashed, EnvError, SandboxError
+from agentkit.errors import ConfigError, EnvContractError, EnvCrashed, EnvError, SandboxError, UnexplainedCrash
+from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
 
@@ -59,6 +60,7 @@ class SandboxedEnv(AsyncTextEnv):
         self._step_timeout, self._reset_timeout = step_timeout, reset_timeout
         self._recovery: Recovery = recovery
         self._seat: Seat | None = None
+        self._used = False
         self._replay: Replay[SandboxedEnv] = Replay(self, SandboxedEnv._renewed)
 
     async def start(self) -> Description:
@@ -104,6 +106,9 @@ class SandboxedEnv(AsyncTextEnv):
                 await self._house.close()
 
     async def _reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
+        if self._used and self._seat is not None and self._seat.description.runs_policy_code:
+            await self._abandon()  # an episode never meets what the code of an earlier one left
+        self._used = False
         try:
             await self.start()
         except SandboxError as error:
@@ -113,15 +118,17 @@ class SandboxedEnv(AsyncTextEnv):
         return await self._checked(answers.check_reset, "reset", seed, options, timeout=self._reset_timeout)
 
     async def _step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        self._used = True
         return await self._checked(answers.check_step, "step", action, timeout=self._step_timeout)
 
     async def _checked(self, check: Any, name: str, *arguments: Any, timeout: float) -> Any:
         value = await self._call(name, *arguments, timeout=timeout)
         try:
             return check(value)
-        except EnvContractError:
+        except EnvContractError as error:
+            attributed = self._attributed(error, "unexplained")
             await self._abandon()  # its own side checks too: whoever sends this is no environment of ours
-            raise
+            raise attributed from None
 
     async def _call(self, name: str, *arguments: Any, timeout: float) -> Any:
         if self._seat is None:
@@ -129,10 +136,22 @@ class SandboxedEnv(AsyncTextEnv):
         process = self._seat.room.process
         try:
             return await process.call(self._seat.number, name, *arguments, timeout=timeout)
-        except EnvError:
-            if process.broken is not None:
-                await self._abandon()
-            raise
+        except EnvError as error:
+            if process.broken is None:
+                raise
+            suspect = self._used and self._seat.description.runs_policy_code
+            attributed = self._attributed(error, await process.cause()) if suspect else error
+            await self._abandon()
+            if attributed is error:
+                raise
+            raise attributed from error
+
+    def _attributed(self, error: EnvError, cause: Cause) -> EnvError:
+        """What to raise for ``error``, which code of the policy may have caused if any ran here."""
+        assert self._seat is not None
+        if self._used and self._seat.description.runs_policy_code and cause != "external":
+            return UnexplainedCrash(f"after code of the policy ran in it: {type(error).__name__}: {error}")
+        return error
 
     async def _renewed(self) -> SandboxedEnv:
         if self._seat is not None:

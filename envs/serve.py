@@ -84,14 +84,16 @@ def describe(id: str, kwargs: dict[str, Any], env: TextEnv | AsyncTextEnv) -> di
     """What ``answers.Description`` holds, as plain data. Raises ``EnvContractError``."""
     real = env.env if isinstance(env, Blocking) else env
     fps = env.metadata.get("render_fps")
+    arguments = {**registry.entry(id).load().kwargs, **kwargs}
     described = {
-        "instructions": type(real).instructions_for(**{**registry.entry(id).load().kwargs, **kwargs}),
+        "instructions": type(real).instructions_for(**arguments),
         "max_turns": env.max_turns,
         "actions_per_turn": env.actions_per_turn,
         # Coroutines are run to their end here, one after the other.
         "concurrency": "process" if real is not env else env.concurrency,
         "deterministic": real.deterministic,
         "has_expert": type(real).has_expert(),
+        "runs_policy_code": type(real).runs_policy_code(**arguments),
         "render_modes": list(env.metadata.get("render_modes", [])),
         "render_mode": env.render_mode,
         "render_fps": None if fps is None else float(fps),

@@ -18,7 +18,6 @@ from agentkit.errors import (
     PoolClosed,
     PoolExhausted,
     QuotaExceeded,
-    SandboxError,
     SandboxLost,
     StartTimeout,
     UnsupportedFeature,
@@ -47,24 +46,23 @@ _EXTERNAL_ERRORS = (
 )
 
 
-def decide(error: SandboxError, recorded: Mapping[str, Any]) -> Cause:
+def decide(error: Exception, recorded: Mapping[str, Any]) -> Cause:
     """Attribute a failure.
 
     Args:
         error: what the call raised.
         recorded: what the engine knows of the sandbox's end (``Living.why_lost``); empty if it knows nothing.
     """
-    if isinstance(error, _EXTERNAL_ERRORS):
+    if recorded.get("external") or isinstance(error, _EXTERNAL_ERRORS):
         return "external"
     if not isinstance(error, SandboxLost):
         return "unexplained"
     reasons = {error.details.get("reason"), recorded.get("reason")}
-    if recorded.get("external") or reasons & _EXTERNAL_REASONS:
+    if reasons & _EXTERNAL_REASONS:
         return "external"
     return "program" if reasons & _PROGRAM_REASONS else "unexplained"
 
 
-async def cause_of(error: SandboxError, box: Living) -> Cause:
+async def cause_of(error: Exception, box: Living) -> Cause:
     """Attribute a failure of ``box``. Ask before you release or close it; takes at most 5 s."""
-    recorded = await box.why_lost() if isinstance(error, SandboxLost) else {}
-    return decide(error, recorded)
+    return decide(error, {} if isinstance(error, _EXTERNAL_ERRORS) else await box.why_lost())

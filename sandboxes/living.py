@@ -467,7 +467,7 @@ class Living:
             ``reason`` and ``exit_code`` as in ``SandboxLost``; ``external``: whether the host, the engine or a request
             to it ended the sandbox. Empty if the engine knows nothing.
         """
-        if self._finding is None:
+        if self._finding is None or (self._finding.done() and not self._finding.result()):
             self._finding = asyncio.ensure_future(self._find_out())
         return await asyncio.shield(self._finding)
 

@@ -188,6 +188,11 @@ def report(result: EvalResult, seconds: float) -> list[str]:
     ]
     if result.failures:
         lines.append(f"failures  {result.failures} episodes without a result: their environment failed")
+    if result.voided:
+        causes = ", ".join(f"{count} x {cause}" for cause, count in sorted(result.voided.items()))
+        lines.append(f"voided    {sum(result.voided.values())} tries: {causes}")
+    if result.policy_crashes:
+        lines.append(f"crashed   {result.policy_crashes} episodes failed: the policy's code crashed its sandbox twice")
     return lines
 
 

@@ -102,6 +102,7 @@ class CodeContest(AsyncTextEnv):
         if self.task is None or self._turns_left < 1:
             raise ResetNeeded("the episode is over (or has not begun): call reset() first")
         self._turns_left -= 1
+        self.policy_code_ran = False
         last = self._turns_left == 0
         program = program_in(action)
         if not program.strip() or len(program.encode("utf-8", "replace")) > SOURCE_LIMIT:
@@ -137,6 +138,9 @@ class CodeContest(AsyncTextEnv):
     async def close(self) -> None:
         await self._runner.give_back()
 
+    def _begun(self) -> None:
+        self.policy_code_ran = True
+
     async def _judge(self, program: str, cases: tuple[Case, ...], *, all_of_them: bool) -> tuple[int, str]:
         """How many cases ``program`` passes, and what went wrong in the last one that it failed.
 
@@ -152,7 +156,7 @@ class CodeContest(AsyncTextEnv):
             return not right(index, run) and (not all_of_them or run.failure == "time limit")
 
         inputs = [case.input for case in cases]
-        runs = await self._runner.use(lambda shared: shared.run(program, inputs, self._limits, enough))
+        runs = await self._runner.use(lambda shared: shared.run(program, inputs, self._limits, enough, self._begun))
         wrong = [index for index, run in enumerate(runs) if not right(index, run)]
         return len(runs) - len(wrong), _complaint(runs[wrong[-1]], cases[wrong[-1]]) if wrong else ""
 

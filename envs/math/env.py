@@ -106,6 +106,7 @@ class Math(AsyncTextEnv):
     async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         if self.problem is None or self._done:
             raise ResetNeeded("the episode is over (or has not begun): call reset() first")
+        self.policy_code_ran = False
         if self._python is not None and (code := _CODE.fullmatch(action)) is not None:
             return await self._use_python(code["plain"] or code["fenced"] or "")
         self._done = True
@@ -134,8 +135,12 @@ class Math(AsyncTextEnv):
         if not program.strip() or len(program.encode("utf-8", "replace")) > SOURCE_LIMIT:
             return f"This is no program of 1 to {SOURCE_LIMIT} bytes.", 0.0, False, False, info
         assert self._python is not None
-        (run,) = await self._python.use(lambda shared: shared.run(program.lstrip(" \t"), [""], self._limits))
+        source = program.lstrip(" \t")
+        (run,) = await self._python.use(lambda shared: shared.run(source, [""], self._limits, begun=self._begun))
         return _told(run), 0.0, False, False, info | {"action_valid": True}
+
+    def _begun(self) -> None:
+        self.policy_code_ran = True
 
     async def _equals(self, answer: str) -> bool:
         assert self.problem is not None

@@ -75,6 +75,15 @@ class Mixture(AsyncTextEnv):
     def max_turns_for(cls, **kwargs: Any) -> int:
         return max(_turns(domain) for domain in _read(kwargs.get("domains", ()))) if kwargs else cls.max_turns
 
+    @classmethod
+    def runs_policy_code(cls, **kwargs: Any) -> bool:
+        parts = (_class(domain) for domain in _read(kwargs.get("domains", ()))) if kwargs else ()
+        return any(part.runs_policy_code(**arguments) for part, arguments in parts)
+
+    @property
+    def policy_code_ran(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._current is not None and getattr(self._envs[self._current], "policy_code_ran", False)
+
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         await super().reset(seed=seed)
         # From a generator of its own: the domain's environment begins with the same seed, and what it draws must not

@@ -1,8 +1,9 @@
 """SWE-bench as an environment: resolve an issue with a shell and an editor in a sandbox at the repository.
 
 Invariant: the score comes from a sandbox that the agent has never touched; of the agent's own only the difference to
-the first commit is taken there. A sandbox that fails, whichever it is, ends the episode as an ``EnvError``, never as
-a score.
+the first commit is taken there, by ``exec`` and not by the shell that the agent used. A sandbox that fails for an
+external cause, or before the agent acted, is an ``EnvError``. The agent's own sandbox failing otherwise is an
+``UnexplainedCrash``, and a patch under which two fresh sandboxes fail is not resolved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import math
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,9 +26,11 @@ from agentkit.envs.swebench import evaluation, instance, supply, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
 from agentkit.envs.swebench.instance import Instance, Split
 from agentkit.envs.swebench.releases import store
-from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError
+from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
+from agentkit.sandboxes.attribution import cause_of
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool import Lease
+from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.shell import Shell
 from agentkit.sandboxes.spec import Resources
 
@@ -162,14 +165,15 @@ class SWEBench(AsyncTextEnv):
         if call is None:
             return f"[this is no action; the tools are:\n{tools.USAGE}]", 0.0, False, False, self._info(valid=False)
         if isinstance(call, tools.Submit):
+            self.policy_code_ran = True
             verdict = await self._graded(self.instance)
             info = self._info(success=verdict.resolved, evaluation=_told(verdict))
             return _summary(verdict), float(verdict.resolved), True, False, info
+        self.policy_code_ran = True
         try:
             observation = await self._use(call, self._shell, self._lease)
         except SandboxError as error:
-            await self._put_away()
-            raise EnvCrashed(f"the sandbox of {self.instance.id} failed: {error}") from error
+            raise await self._failed(error, self._lease) from error
         self._solved_by_expert = self._solved_by_expert or action == _expert_action(self.instance)
         over = self._spent >= self._time_limit
         if over:
@@ -210,22 +214,43 @@ class SWEBench(AsyncTextEnv):
         """Take the agent's patch, give its sandbox up, and evaluate the patch in another."""
         assert self._supply is not None
         assert self._lease is not None
+        quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
         try:
-            quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
             taken = await self._lease.box.exec(
                 _DIFF.format(base=self._base), cwd=REPOSITORY, env=quiet, timeout=_GIT_TIMEOUT, output_limit=PATCH_LIMIT
             )
-            await self._put_away()
-            # An agent that broke its repository, or filled it, has no patch: that is its own doing.
-            if not taken.ok or not taken.stdout_bytes.strip():
-                return Verdict("no patch")
-            if taken.truncated:
-                return Verdict("patch too large")
-            async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
-                return await evaluation.evaluate(box, task.row, taken.stdout_bytes, self._eval_timeout)
         except SandboxError as error:
-            await self._put_away()
+            raise await self._failed(error, self._lease) from error
+        await self._put_away()
+        # An agent that broke its repository, or filled it, has no patch: that is its own doing.
+        if not taken.ok or not taken.stdout_bytes.strip():
+            return Verdict("no patch")
+        if taken.truncated:
+            return Verdict("patch too large")
+        try:
+            return await evaluation.evaluate_twice(
+                lambda: self._grader(task), task.row, taken.stdout_bytes, self._eval_timeout
+            )
+        except SandboxError as error:
             raise EnvCrashed(f"{task.id} could not be graded: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _grader(self, task: Instance) -> AsyncIterator[Sandbox]:
+        """A fresh sandbox to evaluate a patch in; waiting for it is not the policy's time."""
+        assert self._supply is not None
+        self.policy_code_ran = False
+        async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
+            self.policy_code_ran = True
+            yield box
+
+    async def _failed(self, error: SandboxError, lease: Lease) -> EnvCrashed:
+        """Give the agent's sandbox up, and say who is responsible for its failure."""
+        cause = await cause_of(error, lease.box)
+        await self._put_away()
+        name = "" if self.instance is None else f" of {self.instance.id}"
+        if cause == "external":
+            return EnvCrashed(f"the sandbox{name} failed: {error}")
+        return UnexplainedCrash(f"the sandbox{name} failed after the agent worked in it: {error}")
 
     def _drawn(self, options: Mapping[str, Any]) -> Instance:
         wanted = options.get("instance_id")

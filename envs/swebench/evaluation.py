@@ -1,20 +1,22 @@
 """Runs the official evaluation of a patch in a sandbox that nobody has used before.
 
 Invariant: what decides (commands, script, grading) is the host's and the ``swebench`` package's; the sandbox only runs
-the tests. A sandbox that fails raises ``SandboxError``; a patch that does not apply, breaks the tests or never ends
-is not resolved.
+the tests. A patch that does not apply, breaks the tests, never ends or uses up the memory is not resolved, nor is one
+under which two sandboxes fail without an external cause on record. Other failures of a sandbox are ``SandboxError``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentkit.envs.swebench import grading
 from agentkit.envs.swebench.grading import Report
-from agentkit.errors import SandboxLost
+from agentkit.errors import SandboxError, SandboxLost
+from agentkit.sandboxes.attribution import cause_of
 from agentkit.sandboxes.sandbox import Sandbox
 
 REPOSITORY = "/testbed"
@@ -25,9 +27,19 @@ last one as "no isolation: yes")."""
 LOG_LIMIT = 32 << 20
 _PATCH, _SCRIPT = "/tmp/patch.diff", "/tmp/eval.sh"
 _APPLY_TIMEOUT = 120.0
+_ATTEMPTS = 3
+"""Sandboxes that are tried if the engine, or a request to it, ends them."""
 
 Outcome = Literal[
-    "resolved", "unresolved", "no patch", "patch too large", "patch does not apply", "timeout", "no results"
+    "resolved",
+    "unresolved",
+    "no patch",
+    "patch too large",
+    "patch does not apply",
+    "timeout",
+    "no results",
+    "out of memory",
+    "sandbox failed",
 ]
 
 
@@ -50,7 +62,7 @@ async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: bytes, timeout: 
 
     A patch is bytes, as the files that it changes may be in any encoding.
 
-    Raises ``SandboxError`` if the sandbox failed, memory that ran out included.
+    Raises ``SandboxError`` if the sandbox failed.
     """
     if not patch.strip():
         return Verdict("no patch")
@@ -62,6 +74,32 @@ async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: bytes, timeout: 
     report = await asyncio.to_thread(grading.report, row, patch.decode("utf-8", "replace"), log)
     outcome: Outcome = "resolved" if report.resolved else "unresolved" if report.graded else "no results"
     return Verdict(outcome, report, log)
+
+
+async def evaluate_twice(
+    fresh: Callable[[], AbstractAsyncContextManager[Sandbox]], row: Mapping[str, Any], patch: bytes, timeout: float
+) -> Verdict:
+    """``evaluate`` in a sandbox of ``fresh``, and in another if the first one fails.
+
+    Raises ``SandboxError`` if no sandbox can be made, or if several failed for external causes.
+    """
+    external = unexplained = 0
+    while True:
+        async with fresh() as box:
+            try:
+                return await evaluate(box, row, patch, timeout)
+            except SandboxError as error:
+                cause = await cause_of(error, box)
+                if cause == "external":
+                    external += 1
+                    if external == _ATTEMPTS:
+                        raise
+                elif cause == "program":
+                    return Verdict("out of memory" if error.details.get("reason") == "oom" else "sandbox failed")
+                else:
+                    unexplained += 1
+                    if unexplained == 2:
+                        return Verdict("sandbox failed")
 
 
 async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str | None:

@@ -114,7 +114,16 @@ class LocalBackend(Backend):
         state = self._state(id)
         await self._stop(state)
         await asyncio.to_thread(_remove_workdir, state)
-        fresh = replace(state, processes=(), group=None, paused=False, exit_code=None, oom_killed=False, boot=boot_id())
+        fresh = replace(
+            state,
+            processes=(),
+            group=None,
+            paused=False,
+            exit_code=None,
+            oom_killed=False,
+            ended=False,
+            boot=boot_id(),
+        )
         return await self._launch(fresh)
 
     async def pause(self, id: str) -> None:
@@ -293,6 +302,7 @@ class LocalBackend(Backend):
 
     async def _stop(self, state: LocalState) -> None:
         """End the processes and remove the control group. Raises ``EngineUnavailable`` if something survives."""
+        self._note(state, ended=True)
         over = await finished(asyncio.to_thread(local_launch.end, state))
         if state.group is not None:
             await finished(asyncio.to_thread(state.group.remove))

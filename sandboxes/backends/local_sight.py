@@ -55,4 +55,5 @@ def observed(state: LocalState) -> Observed:
         exit_code=state.exit_code,
         oom_killed=state.oom_killed,
         created=state.created,
+        external=state.ended,
     )

@@ -56,6 +56,8 @@ class LocalState:
     paused: bool = False
     exit_code: int | None = None
     oom_killed: bool = False
+    ended: bool = False
+    """This back end was asked to end these processes."""
     owns_workdir: bool = False
     """The working directory is one of the host's that was made for this sandbox."""
 

@@ -38,6 +38,7 @@ class RolloutCounters:
         self.failures = 0
         self.retries = 0
         self.refills = 0
+        self.policy_crashes = 0
         self._endings: Counter[str] = Counter()
         self._lengths: Counter[str] = Counter()
         self._groups: list[tuple[Group, int]] = []
@@ -66,6 +67,7 @@ class RolloutCounters:
             "env/failures": float(self.failures),
             "env/retries": float(self.retries),
             "rollout/refills": float(self.refills),
+            "rollout/policy_crashes": float(self.policy_crashes),
         }
         for ending in ("dropped", "cancelled", "voided"):
             metrics[f"gate/{ending}"] = float(self._endings[ending])

@@ -7,17 +7,20 @@ episode that ends, in whatever way, is reported once.
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentkit import progress
 from agentkit.config import RunConfig, attempts
-from agentkit.errors import EnvError, EnvFailureBudgetExceeded
+from agentkit.errors import EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
 from agentkit.openai import ChatEndpoint
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.chat import ChatPlayer
 from agentkit.trainers.rollout.counters import task_metrics
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
+from agentkit.trainers.rollout.failures import Attempts, fail, void
 from agentkit.trainers.rollout.hosts import EnvPool
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
@@ -42,6 +45,10 @@ class EvalResult:
     """Episodes that the means are over."""
     failures: int
     """Episodes without a result, because their environment failed however often it was tried."""
+    policy_crashes: int
+    """Episodes that failed because their sandbox crashed twice under code of the policy, unexplained."""
+    voided: Mapping[str, int]
+    """Tries that were voided, by the class of the error; those that another try made good included."""
     trajectories: tuple[Trajectory, ...]
     """All of them in the order of ``seeds``, voided ones included."""
     metrics: Mapping[str, float]
@@ -96,6 +103,7 @@ async def _play_all(
     pool = EnvPool(player.rules.source)
     queue = list(enumerate(seeds))[::-1]
     played: dict[int, Trajectory] = {}
+    voided: Counter[str] = Counter()
 
     def so_far() -> str:
         valid = [trajectory.success for trajectory in tuple(played.values()) if trajectory.outcome != "voided"]
@@ -106,7 +114,7 @@ async def _play_all(
         async def worker() -> None:
             while queue:
                 index, task_seed = queue.pop()
-                played[index] = await _one(player, pool, index, task_seed, attempts, on_episode)
+                played[index] = await _one(player, pool, index, task_seed, attempts, on_episode, voided)
                 work.advance()
 
         workers = [asyncio.ensure_future(worker()) for _ in range(min(concurrency, len(queue)))]
@@ -117,22 +125,35 @@ async def _play_all(
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             await pool.close()
-    return _result([played[index] for index in range(len(seeds))])
+    return _result([played[index] for index in range(len(seeds))], voided)
 
 
 async def _one(
-    player: Player | ChatPlayer, pool: EnvPool, index: int, seed: int, attempts: int, on_episode: OnEpisode
+    player: Player | ChatPlayer,
+    pool: EnvPool,
+    index: int,
+    seed: int,
+    most: int,
+    on_episode: OnEpisode,
+    voided: Counter[str],
 ) -> Trajectory:
-    for attempt in range(attempts):
+    attempts = Attempts(most)
+    for attempt in itertools.count():
         trajectory = Trajectory(index, 0, player.rules.source.id, seed, version_started=0, attempt=attempt)
         env = pool.acquire(fresh=attempt > 0)
         try:
             await player.play(trajectory, env)
         except EnvError as error:
             pool.release(env, failed=True)
-            trajectory.outcome, trajectory.success = "voided", False
-            trajectory.reason = f"{type(error).__name__}: {error}"
+            if attempts.blame(error, trajectory):
+                fail(trajectory, error)
+                on_episode(trajectory, "")
+                return trajectory
+            void(trajectory, error)
+            voided[type(error).__name__] += 1
             on_episode(trajectory, type(error).__name__)
+            if not attempts.again(error):
+                return trajectory
         except BaseException:
             pool.release(env)
             raise
@@ -142,10 +163,10 @@ async def _one(
                 trajectory.version_started = versions[0][0]
             on_episode(trajectory, "")
             return trajectory
-    return trajectory  # pyright: ignore[reportPossiblyUnboundVariable]
+    raise AssertionError("unreachable")
 
 
-def _result(trajectories: Sequence[Trajectory]) -> EvalResult:
+def _result(trajectories: Sequence[Trajectory], voided: Mapping[str, int]) -> EvalResult:
     valid = [trajectory for trajectory in trajectories if trajectory.outcome != "voided"]
     if not valid:
         reason = trajectories[-1].reason if trajectories else "no seeds were given"
@@ -157,6 +178,8 @@ def _result(trajectories: Sequence[Trajectory]) -> EvalResult:
         turns_mean=sum(len(trajectory.turns) for trajectory in valid) / count,
         episodes=count,
         failures=len(trajectories) - count,
+        policy_crashes=sum(trajectory.reason.startswith(UnexplainedCrash.__name__) for trajectory in valid),
+        voided=dict(voided),
         trajectories=tuple(trajectories),
         metrics=task_metrics(valid),
     )

@@ -1,17 +1,53 @@
-"""When so many environments fail that training on the rest would be training on a biased rest.
+"""What follows from environments that fail: another try, the policy's failure, or the end of the run.
 
-Invariant: the run stops only on a share of *recent* episodes, those still running counted as sound: environments that
-fail at once finish before all others, and must not look like the majority for that.
+Invariant: an unexplained crash costs one try more, whatever retries there are, and then counts against the policy. It
+enters no failure budget, for a policy must not be able to stop its run. Should so many environments fail that training
+on the rest would be training on a biased rest, the run stops; only on a share of *recent* episodes, those still running
+counted as sound: environments that fail at once finish before all others, and must not look like the majority for that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-from agentkit.errors import EnvError, EnvFailureBudgetExceeded
+from agentkit.errors import EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
+from agentkit.types import Trajectory
 
 _MIN_FAILURES = 20
 """Fewer are bad luck."""
+
+
+class Attempts:
+    """Counts the tries of one episode: ``most`` with failing environments, and one more after an unexplained crash."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._crashed = False
+
+    def again(self, error: EnvError) -> bool:
+        """Note a try that failed. Whether there is another."""
+        if isinstance(error, UnexplainedCrash) and not self._crashed:
+            self._crashed = True
+            return True
+        self._left -= 1
+        return self._left > 0
+
+    def blame(self, error: EnvError, trajectory: Trajectory) -> bool:
+        """Whether this failure is the policy's: the second unexplained crash of an episode, after an answer of it."""
+        return self._crashed and isinstance(error, UnexplainedCrash) and bool(trajectory.turns)
+
+
+def fail(trajectory: Trajectory, error: EnvError) -> None:
+    """End an episode as the policy's failure: its last turn earns nothing."""
+    trajectory.outcome, trajectory.success = "terminated", False
+    trajectory.reason = f"{type(error).__name__}: {error}"
+    trajectory.turns[-1].reward = 0.0
+
+
+def void(trajectory: Trajectory, error: EnvError) -> None:
+    """End an episode without a result."""
+    trajectory.outcome, trajectory.success = "voided", False
+    trajectory.reason = f"{type(error).__name__}: {error}"
 
 
 class FailureBudget:

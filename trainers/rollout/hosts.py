@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentkit.errors import EnvError, EnvTimeout
+from agentkit.errors import EnvError, EnvTimeout, UnexplainedCrash
 from agentkit.trainers.rollout.contract import (
     TurnResult,
     check_reset,
@@ -100,7 +100,12 @@ class AsyncEnv:
 
     async def act(self, actions: Sequence[str]) -> TurnResult:
         timeout = self._source.step_timeout * len(actions)
-        return await self._call(run_actions_async(self._env, actions), "step", timeout)
+        try:
+            return await self._call(run_actions_async(self._env, actions), "step", timeout)
+        except EnvTimeout as error:
+            if self._env.policy_code_ran:
+                raise UnexplainedCrash(f"{error} while code of the policy ran") from error
+            raise
 
     async def close(self) -> None:
         env, self._env = self._env, None

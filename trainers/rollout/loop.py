@@ -2,24 +2,26 @@
 
 Invariant: every episode that is started ends exactly once, with one call of ``on_episode``: trained on, dropped by the
 gate, cancelled as redundant, or voided because an environment failed. An environment's failure costs a retry, then the
-group; an engine's failure ends the run. Decisions about age are the gate's alone; this module carries them out.
+group; a sandbox that crashes unexplained under the policy's code costs one try more, then is the policy's failure, and
+trained on; an engine's failure ends the run. Decisions about age are the gate's alone; this module carries them out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from agentkit.config import RunConfig, attempts
-from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded
+from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
 from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.counters import ZERO_SIGNAL, RolloutCounters
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
-from agentkit.trainers.rollout.failures import FailureBudget
+from agentkit.trainers.rollout.failures import Attempts, FailureBudget, fail, void
 from agentkit.trainers.rollout.garbage import CalmCollector
 from agentkit.trainers.rollout.gate import Gate, Take
 from agentkit.trainers.rollout.hosts import EnvPool
@@ -264,17 +266,27 @@ class RolloutLoop:
     # -- members ----------------------------------------------------------------------------------------------------
 
     async def _member(self, group: _GroupRun, member: int) -> None:
-        """Play one member, in a fresh environment again as long as environments fail and retries last."""
+        """Play one member, in a fresh environment again as long as environments fail and tries last."""
         source = self._player.rules.source
-        for attempt in range(self._attempts):
+        attempts = Attempts(self._attempts)
+        for attempt in itertools.count():
             trajectory = Trajectory(group.id, member, source.id, group.seed, group.version, attempt=attempt)
             env = self._pool.acquire(fresh=attempt > 0)
             try:
                 await self._player.play(trajectory, env)
             except EnvError as error:
                 self._pool.release(env, failed=True)
-                self._void(group, trajectory, error, retried=attempt + 1 < self._attempts)
+                if attempts.blame(error, trajectory):
+                    fail(trajectory, error)
+                    self._counters.policy_crashes += 1
+                    self._finish(group, trajectory)
+                    return
+                again = attempts.again(error)
+                self._void(group, trajectory, error, retried=again)
                 if group.verdict is not None:
+                    return
+                if not again:
+                    self._lose(group)
                     return
             except BaseException:
                 self._pool.release(env)
@@ -285,7 +297,6 @@ class RolloutLoop:
                 self._pool.release(env)
                 self._finish(group, trajectory)
                 return
-        self._lose(group)
 
     def _finish(self, group: _GroupRun, trajectory: Trajectory) -> None:
         self._budget.record(None, running=len(self._alive))
@@ -297,13 +308,13 @@ class RolloutLoop:
             self._complete(group)
 
     def _void(self, group: _GroupRun, trajectory: Trajectory, error: EnvError, *, retried: bool) -> None:
-        trajectory.outcome, trajectory.success = "voided", False
-        trajectory.reason = f"{type(error).__name__}: {error}"
+        void(trajectory, error)
         self._counters.failures += 1
         self._report(trajectory, "voided", type(error).__name__)
         if isinstance(error, EnvFailureBudgetExceeded):
             raise error
-        self._budget.record(error, running=len(self._alive))
+        if not isinstance(error, UnexplainedCrash):
+            self._budget.record(error, running=len(self._alive))
         self._counters.retries += retried and group.verdict is None
 
     def _lose(self, group: _GroupRun) -> None:

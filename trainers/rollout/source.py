@@ -38,6 +38,7 @@ class EnvSource:
     step_timeout: float
     reset_timeout: float
     has_expert: bool = False
+    runs_policy_code: bool = False
     recovery: Recovery = "retry"
     placement: Placement | None = None
     """For a sandbox: which one, and what runs there."""
@@ -75,6 +76,7 @@ class EnvSource:
             step_timeout=config.step_timeout,
             reset_timeout=config.reset_timeout,
             has_expert=env.has_expert(),
+            runs_policy_code=env.runs_policy_code(**kwargs),
             recovery=config.recovery,
         )
         _check_recovery(config, env.deterministic)
@@ -101,6 +103,7 @@ class EnvSource:
             step_timeout=config.step_timeout,
             reset_timeout=config.reset_timeout,
             has_expert=said.has_expert,
+            runs_policy_code=said.runs_policy_code,
             recovery=config.recovery,
             placement=placement,
             share=config.sandbox_share,

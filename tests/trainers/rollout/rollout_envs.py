@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentkit.envs.base import AsyncTextEnv, Concurrency, TextEnv
+from agentkit.errors import UnexplainedCrash
 
 
 def misbehave(how: str) -> Any:
     """What ``step`` returns, or does, instead of the right thing."""
     info = {"success": False, "action_valid": True}
+    if how == "unexplained":
+        raise UnexplainedCrash("its sandbox died")
     if how == "crash":
         raise KeyError("no such room")
     if how == "exit":
@@ -157,9 +160,11 @@ class AsyncPuppet(AsyncTextEnv):
         return f"seed {seed}", {}
 
     async def step(self, action: str) -> Any:
+        self.policy_code_ran = False
         await asyncio.sleep(self.pause)
         self.count += 1
-        if self.how == "hang":
+        if self.how in ("hang", "policy hangs"):
+            self.policy_code_ran = self.how == "policy hangs"
             await asyncio.sleep(3600)
         elif self.how == "stubborn":
             for _ in range(20):

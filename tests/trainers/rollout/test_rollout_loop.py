@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rollout_envs import Detour
 from rollout_harness import GO, Harness, configure, renderer
 
 from agentkit import registry
+from agentkit.cli.evaluate import report
 from agentkit.errors import ConfigError, EngineError, EnvFailureBudgetExceeded
 from agentkit.trainers.rollout.evaluation import evaluate
 from agentkit.trainers.rollout.parser import ActionParser
@@ -148,6 +150,57 @@ async def test_too_many_failures_stop_the_run_with_a_report() -> None:
     harness.check_book()
     harness = Harness(configure({"how": "crash", "share": 0.3}, rollout={"retries": 0, "max_failure_share": 1.0}))
     await harness.run(3)
+
+
+@pytest.mark.parametrize("where", ["inline", "process"])
+async def test_an_unexplained_crash_is_the_policys_failure_the_second_time(where: str) -> None:
+    """Without any retries, and without an end of the run however many there are."""
+    config = configure({"how": "unexplained", "at": 2}, settings={"concurrency": where}, rollout={"retries": 0})
+    harness = Harness(config)
+    batches = await harness.run(12)
+    harness.check_book()
+    members = [member for batch in batches for group in batch for member in group.members]
+    assert len(members) == 48
+    for member in members:
+        assert (member.attempt, member.outcome, member.success, member.reward) == (1, "terminated", False, 0.0)
+        assert member.reason == "UnexplainedCrash: its sandbox died"
+        assert len(member.turns) == 2
+        assert len(member.turns[1].action_ids)
+    metrics = harness.loop.metrics()
+    voided = sum(ending == "voided" for _, ending, _ in harness.ends)
+    assert metrics["gate/voided"] == metrics["gate/voided/UnexplainedCrash"] == metrics["env/retries"] == voided >= 48
+    assert metrics["rollout/policy_crashes"] >= 48
+
+
+async def test_an_unexplained_crash_once_is_forgiven(tmp_path: Path) -> None:
+    env = {"how": "unexplained", "at": 2, "once": str(tmp_path / "crashed")}
+    harness = Harness(configure(env, settings={"recovery": "void"}, rollout={"retries": 0}))
+    batches = await harness.run(2)
+    harness.check_book()
+    members = [member for batch in batches for group in batch for member in group.members]
+    assert sorted((member.attempt, len(member.turns)) for member in members) == [(0, 3)] * 4 + [(1, 3)] * 4
+    assert harness.loop.metrics()["rollout/policy_crashes"] == 0
+
+
+@pytest.mark.parametrize(("how", "crashes"), [("policy hangs", True), ("hang", False)])
+async def test_a_step_that_takes_too_long(how: str, crashes: bool) -> None:
+    """Under code of the policy it counts as an unexplained crash, else as the environment's failure."""
+    config = configure(
+        {"how": how},
+        settings={"id": "AsyncPuppet-v0", "step_timeout": 0.05},
+        rollout={"retries": 1, "groups": 1, "max_failure_share": 1.0},
+    )
+    harness = Harness(config)
+    await harness.loop.start()
+    try:
+        (group,) = await asyncio.wait_for(harness.step(), 5 if crashes else 0.5)
+        assert all(member.reason.startswith("UnexplainedCrash: step took longer") for member in group.members)
+    except asyncio.TimeoutError:
+        assert not crashes
+        assert harness.endings["voided", "EnvTimeout"]
+        assert harness.loop.metrics()["rollout/policy_crashes"] == 0
+    finally:
+        await harness.loop.close()
 
 
 async def test_an_engines_failure_is_not_the_environments() -> None:
@@ -345,6 +398,19 @@ async def test_evaluation_counts_failures_apart() -> None:
     assert {sampling.temperature for sampling in engine.samplings} == {0.0}
     with pytest.raises(EnvFailureBudgetExceeded, match="none of 3"):
         await evaluate(configure({"how": "crash"}), engine, renderer(), parser, range(3), temperature=1.0)
+
+
+async def test_evaluation_scores_the_second_unexplained_crash() -> None:
+    config = configure({"how": "unexplained", "share": 0.3, "length": 2, "at": 2}, rollout={"retries": 0})
+    engine = ScriptedEngine(renderer(), GO)
+    result = await evaluate(config, engine, renderer(), ActionParser("tagged", 3), range(40), temperature=0.0)
+    bad = sum(np.random.default_rng(seed).random() < 0.3 for seed in range(40))
+    assert (result.failures, result.episodes, result.policy_crashes) == (0, 40, bad)
+    assert result.voided == {"UnexplainedCrash": bad}
+    assert result.success == sum(t.success for t in result.trajectories) / 40
+    lines = "\n".join(report(result, 1.0))
+    assert f"voided    {bad} tries: {bad} x UnexplainedCrash" in lines
+    assert f"crashed   {bad} episodes" in lines
 
 
 async def test_asynchronous_environments_play_too() -> None:
