@@ -1500,6 +1500,7 @@ def main(directory, lifeline=None):
         complain(f"cannot read {directory!r}/config: the host writes it before it starts the sandbox")
         return 1
     settings = dict(entry.split(b"=", 1) for entry in strings(text))
+    settings[b"nonce"] = slurp(directory + b"/nonce") or b""  # only now: it is gone once it was shown
     Agent(directory, settings, None if lifeline is None else int(lifeline)).run()
     return 0
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentkit.errors import FileTooLarge, ProtocolError, SandboxError, SandboxLost, StartTimeout, UnsupportedFeature
-from agentkit.sandboxes.agent_config import heartbeat
+from agentkit.sandboxes.agent_config import heartbeat, hide_nonce
 from agentkit.sandboxes.agent_link import WINDOW, Done, Exchange, Link
 from agentkit.sandboxes.agent_streams import AgentProcess, Flow, RelayStream, result
 from agentkit.sandboxes.backend import Channel, Process
@@ -310,6 +310,7 @@ class AgentListener:
         """The agent's channel; the listener is closed then. Raises ``StartTimeout`` after ``timeout`` seconds."""
         try:
             link = await asyncio.wait_for(asyncio.shield(self._arrived), timeout)
+            hide_nonce(self._path.parent)
             return AgentChannel(link, self._isolation, workdir=self._workdir, heartbeat=self._heartbeat)
         except asyncio.TimeoutError:
             message = f"no agent came to {self._path} within {timeout:g} s{self.refused}"

@@ -1,6 +1,7 @@
 """What an agent finds in its directory, and how it is started.
 
-Invariant: the nonce is fresh for each start, so that an agent of an earlier start is never taken for this one. The
+Invariant: the nonce is fresh for each start, so that an agent of an earlier start is never taken for this one. It is in
+the directory until the agent has shown it and no longer, so that no program in the sandbox can pass for the agent. The
 directory is complete before the agent runs, and nobody in the sandbox can write to it.
 """
 
@@ -16,11 +17,11 @@ from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 from agentkit.sandboxes import wire
-from agentkit.sandboxes.paths import BUNDLE, MOUNT
+from agentkit.sandboxes.paths import BUNDLE, MOUNT, nonce_path
 
 SOURCE = Path(__file__).with_name("agent.py")
 _HEARTBEAT = 5.0
-_CONFIG = "config"
+_CONFIG, _NONCE = "config", "nonce"
 
 _LAUNCH = """\
 import marshal, posix, sys
@@ -88,7 +89,7 @@ def prepare(
     the host. ``filter``: what the kernel takes as a filter of system calls, for the agent and all that it starts.
     ``bundled``: the agent itself is in the bundle. Raises ``ValueError`` if a value contains NUL.
     """
-    entries = {"nonce": nonce, **{f"env.{name}": value for name, value in (env or {}).items()}}
+    entries = {**{f"env.{name}": value for name, value in (env or {}).items()}}
     if idle_timeout is not None:
         entries["idle_timeout"] = str(idle_timeout)
     if relay_port is not None:
@@ -96,16 +97,20 @@ def prepare(
     if filter is not None:
         entries["filter"] = filter.hex()
     packed = wire.pack_strings([os.fsencode(f"{name}={value}") for name, value in entries.items()])
-    for name, data in {**({} if bundled else _program()), _CONFIG: packed}.items():
+    shown = nonce.encode()
+    for name, data in {**({} if bundled else _program()), _CONFIG: packed, _NONCE: shown}.items():
         _put(directory / name, data)
+    _put(nonce_path(directory), shown, mode=0o600)
 
 
 def nonce_of(directory: Path) -> str:
     """The nonce of the present start, for a second host. Raises ``FileNotFoundError`` if nothing was prepared."""
-    nonce = _setting(directory, b"nonce")
-    if nonce is None:
-        raise FileNotFoundError(f"{directory / _CONFIG} names no nonce")
-    return nonce.decode()
+    return nonce_path(directory).read_text()
+
+
+def hide_nonce(directory: Path) -> None:
+    """Take the nonce from the agent's sight, which has read it; what is not there is hidden."""
+    (directory / _NONCE).unlink(missing_ok=True)
 
 
 def heartbeat(directory: Path) -> float:
@@ -138,8 +143,9 @@ def bundled_command() -> list[str]:
     return [*python, "-I", "-S", "-c", _LAUNCH, BUNDLE, MOUNT]
 
 
-def _put(path: Path, data: bytes) -> None:
+def _put(path: Path, data: bytes, mode: int = 0o644) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(mode=0o600)
     temporary.write_bytes(data)
-    temporary.chmod(0o644)
+    temporary.chmod(mode)
     temporary.replace(path)

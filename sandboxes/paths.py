@@ -84,6 +84,12 @@ def make_sandbox_directory(id: str) -> Path:
 def remove_sandbox_directory(id: str) -> None:
     """Remove it with all that is in it; nothing there is fine."""
     shutil.rmtree(sandbox_directory(id), ignore_errors=True)
+    nonce_path(sandbox_directory(id)).unlink(missing_ok=True)
+
+
+def nonce_path(directory: Path) -> Path:
+    """Where the host keeps the secret of the agent that has ``directory``: beside it, out of the sandbox's sight."""
+    return directory.with_name(f"{directory.name}.nonce")
 
 
 def sandbox_ids() -> Iterator[str]:

@@ -206,6 +206,44 @@ async def test_a_worker_on_files_is_out_of_reach_and_its_death_is_told(target: T
     await target.unharmed()
 
 
+IMPOSTOR = """
+import glob, os, socket, struct, time
+def pack(*fields):
+    packed = [b"i" + struct.pack("!q", f) if type(f) is int else b"b" + struct.pack("!I", len(f)) + f for f in fields]
+    return b"".join(packed)
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
+seen, kept = set(), []
+print("ready", flush=True)
+while True:
+    found = set(glob.glob("/run/agentkit/*")) - seen
+    seen |= {path for path in found if path.endswith(".sock")}
+    for path in found:
+        if path.endswith(".sock"):
+            text = b"\\0".join(read(path) for path in glob.glob("/run/agentkit/[cn]*"))
+            nonces = [word.partition(b"=")[2] if b"=" in word else word for word in text.split(b"\\0")]
+            for nonce in nonces:
+                kept.append(socket.socket(socket.AF_UNIX))
+                kept[-1].connect(path)
+                hello = pack(1, nonce, b"impostor")
+                kept[-1].send(struct.pack("!IBI", len(hello), 1, 0) + hello)
+    time.sleep(0.001)
+"""
+
+
+async def test_no_program_passes_for_the_agent(target: Target) -> None:
+    impostor = await target.channel.spawn(ExecRequest(("python3", "-c", IMPOSTOR), 120.0, 1 << 16, "/workspace"))
+    async for _ in impostor:
+        break
+    _, second = await target.backend.attach(target.id)
+    assert second.boot == target.channel.boot  # pyright: ignore[reportAttributeAccessIssue]
+    assert (await second.exec(ExecRequest(("echo", "real"), 20.0, 1 << 16, "/workspace"))).stdout == "real\n"
+    await second.close()
+    await impostor.kill()
+    await target.unharmed()
+
+
 HIDING = {
     "another session": "leave()",
     "no environment": "leave(); os.execve('/proc/self/exe', ['python3', '-c', LOOP], {})",
