@@ -355,11 +355,11 @@ async def relayed(docker_backend: DockerBackend, tmp_path: Path) -> AsyncIterato
 
 LIAR = """
 import os, socket, sys
-entries = dict(entry.split(b"=", 1) for entry in open(sys.argv[1] + "/config", "rb").read().split(bytes(1)) if entry)
+nonce = open(sys.argv[1] + "/nonce", "rb").read()
 (name,) = [name for name in os.listdir(sys.argv[1]) if name.endswith(".sock")]
 host = socket.socket(socket.AF_UNIX)
 host.connect(sys.argv[1] + "/" + name)
-host.sendall(bytes.fromhex(sys.argv[2]).replace(b"N" * 32, entries[b"nonce"]))
+host.sendall(bytes.fromhex(sys.argv[2]).replace(b"N" * 32, nonce))
 while True:  # an answer to each frame, whatever it asks
     head = host.recv(9, socket.MSG_WAITALL)
     if len(head) < 9:
