@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentkit.sandboxes.spec import SandboxSpec
@@ -169,6 +169,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def discard(self, snapshot: Snapshot) -> None:
         """Remove what a snapshot holds; nothing there is fine."""
+
+    async def snapshots(self) -> Sequence[Observed]:
+        """The snapshots that can outlive their owners, by name, with their owners' labels (``lease.Lease.labels``)."""
+        return ()
 
     @abc.abstractmethod
     async def remove(self, id: str) -> None:

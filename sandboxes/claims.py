@@ -15,6 +15,9 @@ from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
 
+ORIGIN = "agentkit.origin"
+"""Label of a sandbox: the snapshot that it was made from, which must outlive it."""
+
 
 class Claim:
     """The marks of one sandbox."""
@@ -46,6 +49,13 @@ class Claim:
             labels |= await finished(asyncio.to_thread(reaper.claim, self._backend, self._id, None))
         self.labels = labels
         return labels
+
+    async def watch(self) -> None:
+        """Have what this process makes of it removed should this process die, though the sandbox is another's."""
+        if self._needed:
+            from agentkit.sandboxes import reaper
+
+            await finished(asyncio.to_thread(reaper.watch, self._backend))
 
     async def live(self) -> None:
         """Its time to live begins: only now, lest it end while a large image is pulled."""

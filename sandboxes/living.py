@@ -20,7 +20,7 @@ from agentkit.sandboxes import calls
 from agentkit.sandboxes.aio import finished, stopped
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends import Release
-from agentkit.sandboxes.claims import Claim
+from agentkit.sandboxes.claims import ORIGIN, Claim
 from agentkit.sandboxes.lifecycle import WORKING, Lifecycle
 from agentkit.sandboxes.pulse import MISSES, PERIOD, pulse
 from agentkit.sandboxes.spec import SandboxSpec
@@ -205,6 +205,8 @@ class Living:
         self.backend.check(self.spec)
         self._lifecycle.to("creating", "create")
         labels = await self._claim.make()
+        if self._origin is not None:
+            labels = self._claim.labels = {**labels, ORIGIN: self._origin.id}
         channel = await self.backend.create(self.id, self.spec, labels)
         self._lifecycle.to("starting", "created")
         self._adopt(channel)

@@ -209,6 +209,7 @@ class Sandbox(Living):
         """Keep the files of this moment; processes are not kept. ``discard`` removes it."""
         async with self._changing:
             self._usable()
+            await self._claim.watch()
             return await self._engine(self.backend.snapshot(self.id, name or calls.new_id()), "snapshot", CALL_TIMEOUT)
 
     async def fork(self) -> Sandbox:

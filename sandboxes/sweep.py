@@ -11,20 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from agentkit.sandboxes import lease as leases
 from agentkit.sandboxes import paths, records
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.claims import ORIGIN
 from agentkit.sandboxes.lease import LeaseState
 from agentkit.sandboxes.owner import Owner, boot_id, host_id
-from agentkit.sandboxes.types import Observed
+from agentkit.sandboxes.types import Observed, Snapshot
 
 LIST_TIMEOUT = 30.0
 REMOVE_TIMEOUT = 60.0
 ATTEMPTS = 3
+DISCARDED = "agentkit.discarded"
+"""Label of a snapshot that its owner discarded while a sandbox that was made from it ran."""
 AT_ONCE = 4
 """Removals in flight: enough to keep an engine busy, too few to starve it."""
 
@@ -143,6 +146,7 @@ async def sweep(backend: Backend, *, run: str | None = None) -> Report:
             report.kept.append(observed.id)
         else:
             condemned[observed.id] = decision
+    await _sweep_snapshots(backend, run, found, report)
     seen = {observed.id for observed in found}
     condemned |= {record.id: "left over" for record in records.all_of(run) if _left_over(record, backend, seen)}
     report.add(await remove_all(backend, condemned))
@@ -166,6 +170,45 @@ async def remove_all(backend: Backend, reasons: dict[str, str]) -> Report:
 
     await asyncio.gather(*(one(id) for id in reasons))
     return report
+
+
+async def _sweep_snapshots(backend: Backend, run: str | None, sandboxes: Iterable[Observed], report: Report) -> None:
+    """Discard the snapshots of dead owners, unless a sandbox that was made from one of them is still there."""
+    try:
+        snapshots = await asyncio.wait_for(backend.snapshots(), LIST_TIMEOUT)
+        kept = [one for one in snapshots if _is_abandoned(one.labels, run)]
+        if not kept:
+            return
+        # All sandboxes, not only those of one lease: another owner's may have been made from it.
+        everyone = (
+            sandboxes if run is None else await asyncio.wait_for(backend.list({leases.MANAGED: "1"}), LIST_TIMEOUT)
+        )
+    except Exception as error:  # whatever a third party's back end raises
+        report.failed[backend.name] = f"snapshots cannot be listed: {error or 'no answer in time'}"
+        return
+    used = {observed.labels.get(ORIGIN) for observed in everyone}
+    for snapshot in kept:
+        if snapshot.id in used:
+            report.kept.append(snapshot.id)
+            continue
+        try:
+            await asyncio.wait_for(backend.discard(Snapshot(snapshot.id, backend.name, "", None)), REMOVE_TIMEOUT)
+        except Exception as error:
+            report.failed[snapshot.id] = f"snapshot could not be discarded: {error or 'no answer in time'}"
+        else:
+            report.removed[snapshot.id] = "snapshot of a dead owner"
+
+
+def _is_abandoned(labels: Mapping[str, str], run: str | None) -> bool:
+    """Whether a snapshot with these labels belongs to nobody any more."""
+    if labels.get(DISCARDED) == "1":
+        return True
+    owner, lease = Owner.parse(labels.get(leases.OWNER, "")), labels.get(leases.RUN, "")
+    if owner is None or not is_run(lease) or run not in (None, lease):
+        return False
+    state = leases.state(paths.lease_path(lease))
+    rebooted = owner.boot != boot_id() and labels.get(leases.HOST) == host_id()
+    return verdict(Observed("", "exited", labels), Evidence(owner.alive(), state, rebooted=rebooted)) != "keep"
 
 
 def forget_leases() -> None:

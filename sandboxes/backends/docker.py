@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentkit.errors import (
@@ -292,6 +292,9 @@ class DockerBackend(Backend):
         spec = definition(id, found)
         async with self._channel(id) as channel:
             await snapshots.put_back(channel, spec, snapshot)
+
+    async def snapshots(self) -> Sequence[Observed]:
+        return await snapshots.owned(self.engine)
 
     async def discard(self, snapshot: Snapshot) -> None:
         await snapshots.discard(self.engine, snapshot)

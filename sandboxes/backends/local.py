@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -170,14 +170,19 @@ class LocalBackend(Backend):
 
     async def snapshot(self, id: str, name: str) -> Snapshot:
         state = self._state(id)
-        archive, hidden = archives.path_of(name), archives.begin(name)
+        archive, (hidden, _) = archives.path_of(name), archives.begin(self.name, name)
         try:
             async with self._connected(state) as channel:
                 await archives.store(channel, state.spec, _writable(state), hidden)
             os.replace(hidden, archive)
-        finally:
-            hidden.unlink(missing_ok=True)
+        except BaseException:
+            archives.discard(name)
+            archives.forget(name)
+            raise
         return Snapshot(name, self.name, state.spec.image, str(archive))
+
+    async def snapshots(self) -> Sequence[Observed]:
+        return await asyncio.to_thread(archives.owned, self.name)
 
     async def restore(self, id: str, snapshot: Snapshot) -> None:
         state = self._state(id)
@@ -185,7 +190,8 @@ class LocalBackend(Backend):
             await archives.put_back(channel, _writable(state), snapshot)
 
     async def discard(self, snapshot: Snapshot) -> None:
-        archives.path_of(snapshot.id).unlink(missing_ok=True)
+        archives.discard(snapshot.id)
+        archives.forget(snapshot.id)
 
     # Inside
 
