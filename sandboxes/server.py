@@ -157,7 +157,7 @@ async def _change_sandbox(desk: Desk, call: _Call) -> _Answer:
         case "POST", id, "restart":
             return told(await _run(desk, call, desk.restart(id, call.client)))
         case "POST", id, "snapshot":
-            return pack_json(asdict(await _run(desk, call, desk.snapshot(id))))
+            return pack_json(asdict(await _run(desk, call, desk.snapshot(id, call.client))))
         case "POST", id, "restore":
             await _run(desk, call, desk.restore(id, unpack(str, call.body)))
         case "POST", id, "extend":

@@ -1,8 +1,9 @@
 """What a sandbox server keeps: the sandboxes that its clients had made, their connections, and when they end.
 
 Invariant: clients reach only what was made through this server. Each sandbox is removed at the latest when its time to
-live ends, when no client has been connected to it for the lease, or when the server stops; if the server dies, the
-reaper does it. There are never more than the limits allow, those being made counted.
+live ends, when no client has been connected to it for the lease, or when the server stops; a snapshot when its client
+has been away for the lease and no sandbox that was made from it is left. If the server dies, the reaper does it. There
+are never more than the limits allow, those being made counted.
 """
 
 from __future__ import annotations
@@ -49,6 +50,16 @@ class Box:
         self.deadline: float | None = None
 
 
+class Kept:
+    """One snapshot of a client."""
+
+    def __init__(self, client: str, now: float) -> None:
+        self.client = client
+        self.contact = now
+        self.snapshot: Snapshot | None = None
+        """None while it is being made."""
+
+
 class Memory(OrderedDict[str, str]):
     """The last things to be remembered."""
 
@@ -73,7 +84,7 @@ class Desk:
         self._gone = Memory()
         self._withdrawn = Memory()
         self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._snapshots: dict[str, Snapshot | None] = {}
+        self._snapshots: dict[str, Kept] = {}
         self._streams: dict[asyncio.Queue[bytes | None], str] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._held = 0
@@ -251,40 +262,53 @@ class Desk:
 
     # Snapshots.
 
-    async def snapshot(self, id: str) -> Snapshot:
+    async def snapshot(self, id: str, client: str) -> Snapshot:
         if len(self._snapshots) >= self.limits.snapshots:
             raise QuotaExceeded(f"this server has all the {self.limits.snapshots} snapshots that it may have")
         self.box(id)
         name = paths.new_id()
-        self._snapshots[name] = None
+        kept = self._snapshots[name] = Kept(client, self._now())
         try:
-            self._snapshots[name] = await self.backend.snapshot(id, name)
+            kept.snapshot = await self.backend.snapshot(id, name)
         finally:
-            if self._snapshots[name] is None:
+            kept.contact = self._now()
+            if kept.snapshot is None:
                 del self._snapshots[name]
         # What the client gets leads back here by its name alone: no path, no image of the server's.
         return Snapshot(name, "remote", f"{SNAPSHOTS}/{self.boot}/{name}", None)
 
     async def restore(self, id: str, name: str) -> None:
-        snapshot = self._snapshots.get(name)
-        if snapshot is None:
+        kept = self._snapshots.get(name)
+        if kept is None or kept.snapshot is None:
             raise SandboxError(f"this server has no snapshot {name}: was it discarded?")
-        await self.backend.restore(self.box(id).id, snapshot)
+        await self.backend.restore(self.box(id).id, kept.snapshot)
 
     async def discard(self, name: str) -> None:
-        if snapshot := self._snapshots.get(name):
-            await self.backend.discard(snapshot)
+        kept = self._snapshots.get(name)
+        if kept is not None and kept.snapshot is not None:
+            await self.backend.discard(kept.snapshot)
             self._snapshots.pop(name, None)
+
+    def _free_snapshots(self, here: set[str], now: float) -> None:
+        """Discard those whose client has been away for the lease, unless a sandbox that was made from it is there."""
+        used = {box.spec.image for box in self.boxes.values()}
+        for name, kept in list(self._snapshots.items()):
+            if kept.client in here or f"{SNAPSHOTS}/{self.boot}/{name}" in used:
+                kept.contact = now
+            elif kept.snapshot is not None and kept.contact + self.limits.lease <= now:
+                kept.contact = now  # tried again after another lease, should it fail
+                _log.info("snapshot %s has outlived its client", name)
+                self.background(self.discard(name))
 
     def _snapshot_of(self, spec: SandboxSpec) -> Snapshot | None:
         kind, _, rest = spec.image.partition("/")
         if kind != SNAPSHOTS:
             return None
         boot, _, name = rest.partition("/")
-        snapshot = self._snapshots.get(name) if boot == self.boot else None
-        if snapshot is None:
+        kept = self._snapshots.get(name) if boot == self.boot else None
+        if kept is None or kept.snapshot is None:
             raise SandboxError(f"this server has no snapshot {spec.image}: was it discarded?")
-        return snapshot
+        return kept.snapshot
 
     # What clients are told.
 
@@ -352,6 +376,7 @@ class Desk:
                 if box.key and not box.ending and (late or box.contact + self.limits.lease <= now):
                     box.ending = True
                     self.background(self._expire(box))
+            self._free_snapshots(here, now)
             await asyncio.sleep(min(BEAT, self.limits.lease / 4))
 
     async def _expire(self, box: Box) -> None:

@@ -658,6 +658,24 @@ async def test_sandboxes_outlive_their_client_for_the_lease() -> None:
         await until(lambda: not fake.boxes)
 
 
+async def test_snapshots_of_a_client_that_left_make_room_for_others() -> None:
+    async with served(limits=Limits(lease=1.0, snapshots=2)) as (fake, service), connected(service.url) as other:  # noqa: SIM117
+        async with await Sandbox.create(SMALL, backend=other) as box:
+            async with connected(service.url) as backend:
+                leaver = await Sandbox.create(SMALL, backend=backend)
+                mine = [await leaver.snapshot(), await leaver.snapshot()]
+                with pytest.raises(QuotaExceeded):
+                    await box.snapshot()
+                await asyncio.sleep(2.0)
+                assert len(fake._snapshots) == 2  # its client is there
+            async with await Sandbox.create(SMALL, backend=other, snapshot=mine[0]) as copy:
+                await until(lambda: len(fake._snapshots) == 1)
+                await asyncio.sleep(2.0)
+                await copy.reset()  # what it was made from is kept for it
+                await Sandbox.discard(await box.snapshot(), backend=other)
+            await until(lambda: not fake._snapshots)
+
+
 async def test_a_time_to_live_ends_without_its_client() -> None:
     async with served() as (fake, service):
         async with connected(service.url) as backend:
