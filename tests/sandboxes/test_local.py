@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import attacks
 import pytest
 from local_harness import WatchedLocal, runtime_directory
 from requiring import require
@@ -440,9 +441,14 @@ async def main():
     await backend.pause(id)
     await backend.resume(id)
     await channel.ping(60)
+    attack = ("/usr/bin/python3", "-c", {Path(attacks.__file__).read_text()!r}, "1")
+    tried = (await channel.exec(ExecRequest(attack, 60, 1 << 16, "/"))).stdout.splitlines()
+    await channel.exec(ExecRequest(("/bin/sh", "-c", "kill -9 -1"), 60, 99, "/"))
+    await channel.exec(ExecRequest(("true",), 60, 99, "/"))
+    worked = [line for line in tried if not line.endswith(": refused")]
     await backend.remove(id)
     await backend.close()
-    print(channel.isolation, *result.stdout.split(), await backend.list({{}}), sep="; ")
+    print(channel.isolation, *result.stdout.split(), worked, await backend.list({{}}), sep="; ")
 asyncio.run(main())
 """
     run = ["setpriv", "--reuid=1234", "--regid=1234", "--clear-groups", "/usr/bin/python3", "-c", script]
@@ -454,7 +460,7 @@ asyncio.run(main())
         environment = {"PATH": os.environ["PATH"], "AGENTKIT_RUNTIME_DIR": f"{home}/runtime"}
         result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split("; ")[1:] == ["65534", "written", "[]\n"]
+    assert result.stdout.split("; ")[1:] == ["65534", "written", "['signals: sent']", "[]\n"]
 
 
 class TestPure:
