@@ -72,12 +72,13 @@ def prompt(question: str, answer: str, reference: str | None, rubric: str) -> li
 
 
 def verdict_in(text: str) -> float | None:
-    """The score in the last JSON object of a reply; None if there is none, or none between 0 and 1."""
-    forms = _FORM.findall(text)
-    try:
-        score = json.loads(forms[-1])["score"]
-    except (IndexError, ValueError, LookupError, TypeError):
-        return None
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-        return None
-    return float(score) if 0 <= score <= 1 else None
+    """The score in the last JSON object of a reply that has one; None if there is none, or it is not from 0 to 1."""
+    for form in reversed(_FORM.findall(text)):
+        try:
+            score = json.loads(form)["score"]
+        except (ValueError, LookupError, RecursionError):
+            continue  # braces of another kind, such as LaTeX's
+        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+            return None
+        return float(score) if 0 <= score <= 1 else None
+    return None

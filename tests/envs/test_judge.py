@@ -114,7 +114,18 @@ async def test_what_is_no_answer_is_not_sent(path, action):
 
 
 @pytest.mark.parametrize(
-    ("text", "score"), [('{"score": 1}', 1.0), ('{"a": 1}\nso {"score": 0.25}.', 0.25), ("1", None)]
+    ("text", "score"),
+    [
+        ('{"score": 1}', 1.0),
+        ('{"a": 1}\nso {"score": 0.25}.', 0.25),
+        ("1", None),
+        ('{"score": 0.5}\nSince \\frac{1}{2} and {x} hold.', 0.5),
+        ('{"score": 0.5} {}', 0.5),
+        ('It says {"score": 1}. {"score": 0}\n{done}', 0.0),
+        ('{"score": 1}\n{"score": 7}', None),
+        ("{" + "[" * 100_000 + "}", None),
+        ("\\frac{1}{2}", None),
+    ],
 )
 def test_verdicts_are_read(text, score):
     assert verdict_in(text) == score

@@ -6,6 +6,7 @@ The tasks are built once for all tests, into a folder of their own; the archives
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from agentkit.envs.swebench import SWEBench, evaluation, supply
 from agentkit.envs.swebench.instance import Instance
 from agentkit.envs.swebench.releases import build, environment, store
 from agentkit.envs.swebench.releases.shipped import SHIPPED
-from agentkit.errors import ConfigError, EnvCrashed, ImageError
+from agentkit.errors import ConfigError, EnvCrashed, ImageError, UnexplainedCrash
 from agentkit.sandboxes import Sandbox, images
 from agentkit.sandboxes.spec import Resources
 
@@ -286,10 +287,12 @@ async def test_an_agent_that_breaks_its_repository_has_no_patch(env: SWEBench, b
     assert info["evaluation"]["outcome"] in ("no patch", "unresolved")
 
 
-async def test_an_agent_that_ends_its_sandbox_is_not_scored(env: SWEBench) -> None:
+async def test_an_agent_cannot_end_its_sandbox_for_free(env: SWEBench) -> None:
+    """Either the sandbox survives, or its end is not excused."""
     await env.reset(seed=0, options={"instance_id": FIRST})
-    with pytest.raises(EnvCrashed, match="sandbox"):
-        await env.step("bash kill -9 -1; sleep 10")
+    with contextlib.suppress(UnexplainedCrash):
+        _, reward, _, _, _ = await env.step("bash kill -9 -1; kill -9 1; sleep 10")
+        assert reward == 0.0
     observation, _ = await env.reset(seed=0, options={"instance_id": FIRST})  # and the next episode is a fresh one
     assert "xmltodict" in observation
 
