@@ -145,10 +145,15 @@ class _Pair(_ctypes.Array):
     _length_ = 2
 
 
-def libc(name, *arguments):
-    """Call a function of the C library that takes five words or fewer; raises ``OSError`` unless it returns 0."""
+def prepared(name, *arguments):
+    """A function of the C library and its words, five or fewer, for ``_ctypes.call_function``."""
     words = tuple(_Word(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])
-    if _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 2), name), words) != 0:
+    return _ctypes.dlsym(_ctypes.dlopen(None, 2), name), words
+
+
+def libc(name, *arguments):
+    """Call a function of the C library; raises ``OSError`` unless it returns 0."""
+    if _ctypes.call_function(*prepared(name, *arguments)) != 0:
         raise OSError(f"{name}{arguments} failed")
 
 
@@ -1267,6 +1272,8 @@ class Agent:
         self.stopping = False
         self.number = 0
         """Of the command that was started last."""
+        self.limit = _Pair()
+        self.set_limit = prepared("setrlimit", LOCKS, _ctypes.addressof(self.limit))
         posix.chdir("/")
         self.prepare_process(settings.get(b"filter"))
         if lifeline is not None:
@@ -1315,12 +1322,9 @@ class Agent:
 
     def next_number(self):
         """The number that the next process started inherits; 0 where the kernel knows no such limit."""
-        try:
-            limit = _Pair(UNNUMBERED - self.number - 1, UNNUMBERED - self.number - 1)
-            libc("setrlimit", LOCKS, _ctypes.addressof(limit))
+        self.limit[0] = self.limit[1] = UNNUMBERED - self.number - 1
+        if _ctypes.call_function(*self.set_limit) == 0:
             self.number += 1
-        except OSError:
-            pass
         return self.number
 
     def raise_oom_score(self, high):
