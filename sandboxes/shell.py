@@ -1,7 +1,8 @@
 """A shell that lives on between commands: working directory, variables and functions stay.
 
 Invariant: a command's output and status end at a mark that holds a number nobody could know, so that no output can be
-taken for it; standard input is empty, so that no command can eat the next one. A command that runs out of time is
+taken for it; standard input is empty, so that no command can eat the next one. Functions, aliases and traps that a
+command leaves behind are not called to run the next command or to print its mark. A command that runs out of time is
 interrupted like by Ctrl-C, and the rest of its line with it; should the shell not answer then, or have ended, a new one
 takes its place and the result says so (``session_restarted``).
 
@@ -182,7 +183,7 @@ class Shell:
         try:
             # A shell that reads no more has ended, or is about to run out of time.
             with contextlib.suppress(BrokenPipeError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._send(f"command eval {shlex.quote(cmd)} </dev/null", limit), timeout)
+                await asyncio.wait_for(self._send(_command(cmd), limit), timeout)
             await self._until_complete(start + timeout - loop.time())
             timed_out = not self._complete and not self._ended.is_set()
             if timed_out:
@@ -301,8 +302,24 @@ class Shell:
             raise SandboxLost("this shell could not be started again; ask its sandbox for another", reason="exited")
 
 
+# In bash, assigning POSIXLY_CORRECT begins the POSIX mode, where no function comes before a special builtin (eval,
+# trap, unset), as everywhere in other shells. An assignment is no command, so nothing can be put in its place, and a
+# backslash keeps aliases away. What cannot be undone (a read-only variable) ends in a shell that does not answer.
+_PLAIN = "POSIXLY_CORRECT=1"
+_OWN = r"\unset POSIXLY_CORRECT"
+
+
+def _command(cmd: str) -> str:
+    """A line that runs ``cmd`` with an empty standard input, whatever commands before it have redefined."""
+    return rf"{_PLAIN}; \eval {shlex.quote(f'{_OWN}{chr(10)}{cmd}')} </dev/null"
+
+
 def _marks(nonce: str) -> str:
-    return f"printf '\\036%s:%d\\036' {nonce} \"$?\"; printf '\\036%s\\036' {nonce} >&2"
+    """Print the status of what came before on standard output, and the end of both streams."""
+    return (
+        rf"_agentkit=$? {_PLAIN}; \trap - DEBUG 2>/dev/null; \unset -f printf; "
+        rf"""\printf '\036%s:%d\036' {nonce} "$_agentkit"; \printf '\036%s\036' {nonce} >&2; {_OWN}"""
+    )
 
 
 def _any_of(*nonces: str) -> re.Pattern[bytes]:

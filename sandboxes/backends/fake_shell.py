@@ -513,7 +513,7 @@ async def _trap(shell: Shell, argv: list[str], io: _Io) -> int:
     if len(argv) < 3 or argv[1] not in ("", "-"):
         await shell._complain(io, "trap: this shell can only ignore signals ('') and heed them again (-)")
         return 2
-    numbers = {int(signals.Signals[f"SIG{name.removeprefix('SIG')}"]) for name in argv[2:]}
+    numbers = {int(signals.Signals[f"SIG{name.removeprefix('SIG')}"]) for name in argv[2:] if name != "DEBUG"}
     shell.proc.ignored = shell.proc.ignored | numbers if argv[1] == "" else shell.proc.ignored - numbers
     return 0
 
