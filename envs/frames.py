@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1
+VERSION = 2
 """Of this protocol; both sides name theirs when an environment is made."""
 JSON, PICTURE = 1, 2
 MESSAGE_LIMIT = 8 << 20

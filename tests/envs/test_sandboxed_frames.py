@@ -23,6 +23,7 @@ DESCRIPTION = {
     "concurrency": "inline",
     "deterministic": True,
     "has_expert": False,
+    "runs_policy_code": False,
     "render_modes": ["ansi"],
     "render_mode": None,
     "render_fps": 4.0,
