@@ -70,13 +70,18 @@ class Claim:
 
             await finished(asyncio.to_thread(records.extend, self._id, ttl))
 
-    async def abandon(self) -> None:
-        """Its owner could not remove it: its time ends now, so that the reaper tries until nothing of it is left."""
+    async def abandon(self) -> bool:
+        """End its time now, so that the reaper tries to remove it until nothing of it is left.
+
+        Returns:
+            Whether there is a reaper that does.
+        """
         if self._needed:
             from agentkit.sandboxes import records
 
             with contextlib.suppress(LeaseExpired, OSError):
                 await finished(asyncio.to_thread(records.extend, self._id, 0.0))
+        return self._needed
 
     async def drop(self) -> None:
         """Nothing of the sandbox is left."""

@@ -248,11 +248,13 @@ class Living:
             raise SandboxLost(f"sandbox {self.id} was lost while it started: {self._loss}", reason=self._loss)
         self._lifecycle.to("ready", cause)
 
-    async def _give_up(self, cause: str) -> None:
-        """Leave nothing of a sandbox that did not begin."""
+    async def _give_up(self, error: BaseException) -> None:
+        """Leave nothing of a sandbox that did not begin because of ``error``."""
         asked = self.state != "pending"
-        self._lifecycle.to("failed", cause)
-        if asked:
+        self._lifecycle.to("failed", f"{type(error).__name__}: {error}")
+        # An engine that does not answer cannot remove anything either: its callers must not wait for a second timeout.
+        silent = isinstance(error, EngineUnavailable) and self._channel is None
+        if asked and not (silent and await self._claim.abandon()):
             # The state does not tell how far the back end came; removing what is not there is fine.
             try:
                 await self.close(remove=True)

@@ -67,7 +67,7 @@ class Sandbox(Living):
         try:
             await box._begin()
         except BaseException as error:
-            await finished(box._give_up(f"{type(error).__name__}: {error}"))
+            await finished(box._give_up(error))
             raise
         return box
 

@@ -1,14 +1,18 @@
-"""The rollout loop on a SWE task, with scripted agents: honest, lazy, cheating, and one that ends its sandbox."""
+"""The rollout loop on a SWE task, with scripted agents: honest, lazy, cheating, and destructive."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
+import docker
 import pytest
 from rollout_harness import Harness, configure
 from swebench_cases import built, gold
 
 from agentkit.envs.swebench.instance import Instance
+from agentkit.sandboxes import lease
+from agentkit.sandboxes.owner import Owner
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.timeout(1200)]
 
@@ -55,7 +59,7 @@ async def test_changed_tests_earn_nothing() -> None:
     assert rewards == [0.0, 0.0]
 
 
-async def test_an_episode_whose_sandbox_dies_is_voided_and_played_again(task: Instance) -> None:
+async def test_a_kill_of_every_process_ends_commands_and_not_the_episode(task: Instance) -> None:
     crashes = iter(["bash kill -9 -1; sleep 10"])
 
     def script(text: str, seed: int) -> str:
@@ -63,6 +67,23 @@ async def test_an_episode_whose_sandbox_dies_is_voided_and_played_again(task: In
 
     harness, rewards = await play(script)
     assert rewards == [1.0, 1.0]
+    assert [ending for _, ending, _ in harness.ends] == ["trained", "trained"]
+
+
+async def test_an_episode_whose_sandbox_is_removed_is_voided_and_played_again(task: Instance) -> None:
+    client = docker.from_env()
+    kills = iter([True])
+
+    def script(text: str, seed: int) -> str:
+        if next(kills, False):
+            mine = f"{lease.OWNER}={Owner.of(os.getpid())}"
+            for container in client.containers.list(filters={"label": mine}):
+                container.remove(force=True)
+        return "submit" if "END_OF_GOLD" in text else gold(task)
+
+    harness, rewards = await play(script)
+    client.close()
+    assert rewards == [1.0, 1.0]
     voided = [trajectory for trajectory, ending, _ in harness.ends if ending == "voided"]
-    assert len(voided) == 1
-    assert all("sandbox" in (trajectory.reason or "") for trajectory in voided)
+    assert voided
+    assert all((trajectory.reason or "").startswith("EnvCrashed: the sandbox") for trajectory in voided)
