@@ -460,7 +460,7 @@ def _take(known: DataSet, source: Path, target: Path) -> None:
 
 
 def _name_of_only_file(known: DataSet, source: Path) -> str | None:
-    """The name in the set of a file that can be all of it, whatever it is called elsewhere; else None."""
+    """The name in the set of a file that can be all of it, under any name elsewhere; else None."""
     names = [form[0] for form in known.forms if len(form) == 1 and Path(form[0]).suffix == source.suffix]
     return source.name if source.name in names else next(iter(names), None)
 

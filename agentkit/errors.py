@@ -120,11 +120,11 @@ class StartTimeout(SandboxError):
 LOSS_REASONS: Mapping[str, str] = {
     "exited": "its main process ended, by itself or killed by something in the sandbox",
     "oom": "its memory limit killed its main process",
-    "removed": "it was removed: closed, expired, or removed by somebody else",
+    "removed": "it was removed: closed, expired, or removed from outside",
     "engine_down": "the engine or the sandbox server that it was on is gone",
     "agent_dead": "the connection to its agent ended, or the agent answers pings and not the call",
     "hung": "its agent gives no sign of life: stopped, starved, or frozen from outside",
-    "frozen": "somebody else paused it",
+    "frozen": "it was paused from outside",
     "slow": "it answered far more slowly than its peers, and its pool took it out of use",
     "tainted": "processes in it survived their kill; restart it",
     "replaced": "it was restarted, reset or replaced: what belonged to the earlier one is gone",

@@ -80,7 +80,7 @@ class EnvProcess:
             raise
         try:
             with self._box.watched():
-                return await reply  # if this is cancelled, the answer is awaited by nobody and dropped when it comes
+                return await reply  # after a cancellation, the answer is dropped when it comes
         finally:
             timer.cancel()
 

@@ -126,7 +126,7 @@ class _Download:
 
     async def run(self) -> Sequence[str]:
         found = await self._walk()
-        # mkdir of directories of our own: nothing in them can be a link that somebody else has laid.
+        # mkdir of directories of our own: nothing in them can be a foreign link.
         await asyncio.to_thread(self._target.mkdir)
         for path, info in found:
             if info.kind == "directory":

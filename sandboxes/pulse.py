@@ -1,7 +1,7 @@
 """Whether the other side of a connection lives: a ping, and patience.
 
 Invariant: only silence counts. Every byte that arrives meanwhile is a sign of life, so that a large transfer condemns
-nothing; and a period at whose end this process itself was late does not count, so that a busy host condemns nobody.
+nothing; and a period at whose end this process itself was late does not count, so a busy host causes no false verdict.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ async def _sweep_snapshots(backend: Backend, run: str | None, sandboxes: Iterabl
 
 
 def _is_abandoned(labels: Mapping[str, str], run: str | None) -> bool:
-    """Whether a snapshot with these labels belongs to nobody any more."""
+    """Whether the owner of a snapshot with these labels has ended."""
     if labels.get(DISCARDED) == "1":
         return True
     owner, lease = Owner.parse(labels.get(leases.OWNER, "")), labels.get(leases.RUN, "")

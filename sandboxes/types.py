@@ -108,7 +108,7 @@ class Observed:
     created: float | None = None
     """Seconds since the epoch."""
     external: bool = False
-    """It ended because somebody asked the engine to end it. Code in the sandbox cannot do that."""
+    """It ended at a request to the engine, which code in the sandbox cannot make."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def create(
             known = fields.get(name) or {}
             fields[name] = {**known, **more} if isinstance(known, dict) else known
     made = _checked("SandboxSpec", fields, spec or "the options")
-    backends.backend(backend)  # A wrong name or setting is told at once.
+    backends.backend(backend)  # Raises for a wrong name or setting.
     typer.echo(keeper.start(made, backend))
 
 
@@ -94,7 +94,7 @@ def remove(
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Names of sandboxes, as `ls` shows them.")],
     backend: BackendName = None,
 ) -> None:
-    """Remove sandboxes, whoever owns them."""
+    """Remove sandboxes of any owner."""
     problems = run(_remove(ids, backend))
     for problem in problems:
         typer.secho(f"error: {problem}", err=True, fg=typer.colors.RED)

@@ -118,7 +118,7 @@ class DockerBackend(Backend):
             except SandboxError as error:
                 if options.MAIN[0] not in str(error):
                     raise
-                # Somebody removed the volume after it was made, or its making was broken off.
+                # The volume was removed after it was made, or its making was broken off.
                 await self._bundle.ensure(again=True)
                 await self._change(phase, id, start)
             channel = await self._agent(id, door, deadline)

@@ -93,7 +93,7 @@ def launch(cage: Cage, state: LocalState, directory: Path) -> tuple[subprocess.P
                     pass_fds=given.fds,
                     cwd="/",
                     env=ENVIRONMENT,
-                    restore_signals=False,  # bwrap tells a pipe of its end that nobody may read any more
+                    restore_signals=False,  # bwrap writes its end into a pipe that may have no reader
                 )
             )
         given.close()

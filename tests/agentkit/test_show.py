@@ -1,4 +1,4 @@
-"""What `agentkit show` prints of an episode, whoever recorded it."""
+"""What `agentkit show` prints of an episode, of this and of older versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Play episodes to measure a policy, apart from training.
 
 Invariant: success rate and means are over episodes whose environment worked; the others are counted beside them. Every
-episode that ends, in whatever way, is reported once.
+episode that ends is reported once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What follows from environments that fail: another try, the policy's failure, or the end of the run.
 
-Invariant: an unexplained crash costs one try more, whatever retries there are, and then counts against the policy. It
+Invariant: an unexplained crash costs one more try, independent of the retries, and then counts against the policy. It
 enters no failure budget, for a policy must not be able to stop its run. Should so many environments fail that training
 on the rest would be training on a biased rest, the run stops; only on a share of *recent* episodes, those still running
 counted as sound: environments that fail at once finish before all others, and must not look like the majority for that.
