@@ -301,7 +301,7 @@ async def test_a_frozen_sandbox_ends_the_steps_in_it_and_no_others(local):
             for process in [main, *main.children(recursive=True)]:
                 process.suspend()
             start = time.monotonic()
-            told = await asyncio.gather(*(env.step("a") for env in envs), return_exceptions=True)
+            told: list[Any] = await asyncio.gather(*(env.step("a") for env in envs), return_exceptions=True)
             took = time.monotonic() - start
             assert [type(told[envs.index(env)]) for env in victims] == [EnvCrashed, EnvCrashed]
             assert [told[envs.index(env)][0] for env in others] == ["count 1", "count 1"]
