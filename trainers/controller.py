@@ -108,6 +108,8 @@ class _Run:
         self.success_before: float | None = None
         self.success_after: float | None = None
         self.demonstrated_success: float | None = None
+        self._missing_signal: str | None = None
+        """Why the last step had no signal to learn from; None if it had."""
         self.loop = RolloutLoop(config, roles.engine, roles.renderer, roles.parser, on_episode=self._record_episode)
         self.snapshot = self.loop.state()
         """The rollout loop as it was when ``step`` ended."""
@@ -192,7 +194,9 @@ class _Run:
         reason = missing_signal([group.members for group in groups], self.config.algorithm)
         if reason is not None:
             self.recorder.event("no_signal", step=self.step, reason=reason)
-            self.view.message(f"step {self.step} had no signal to learn from: {reason}")
+            again = reason == self._missing_signal
+            self.view.message(f"step {self.step} had no signal {'either' if again else f'to learn from: {reason}'}")
+        self._missing_signal = reason
         return True
 
     async def _unless_stopped(self, work: Any) -> Any:

@@ -131,13 +131,14 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: P
 
 
 async def test_a_step_without_signal_says_so_and_why(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", steps=1)  # a model that was never trained
+    config = small(tmp_path / "run", steps=2)  # a model that was never trained
     _, watcher = await go(config)
     reason = "no answer was valid"
     assert any(text.startswith(f"step 1 had no signal to learn from: {reason}") for text in watcher.messages)
+    assert "step 2 had no signal either" in watcher.messages
     events = [json.loads(line) for line in (config.dir / "events.jsonl").read_text().splitlines()]
-    (event,) = [event for event in events if event["event"] == "no_signal"]
-    assert event["step"] == 1
+    event, again = [event for event in events if event["event"] == "no_signal"]
+    assert (event["step"], again["step"], again["reason"]) == (1, 2, event["reason"])
     assert event["reason"].startswith(reason)
 
 
