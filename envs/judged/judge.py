@@ -72,12 +72,14 @@ def prompt(question: str, answer: str, reference: str | None, rubric: str) -> li
 
 
 def verdict_in(text: str) -> float | None:
-    """The score in the last JSON object of a reply that has one; None if there is none, or it is not from 0 to 1."""
+    """The score in the last braces of a reply that name one; None if they hold no number from 0 to 1."""
     for form in reversed(_FORM.findall(text)):
+        if '"score"' not in form:
+            continue  # braces of another kind, such as LaTeX's
         try:
             score = json.loads(form)["score"]
         except (ValueError, LookupError, RecursionError):
-            continue  # braces of another kind, such as LaTeX's
+            return None
         if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
             return None
         return float(score) if 0 <= score <= 1 else None
