@@ -26,7 +26,7 @@ def model_directory(path: Path) -> Path | None:
 
 
 def locate(path: str, key: str = "model.path") -> str:
-    """What transformers is told to load: a directory that holds a model, or a hub name as it is.
+    """The name that transformers loads: a directory that holds a model, or a hub name as it is.
 
     Raises ``ConfigError``, which names ``key``, for a path that is neither.
     """

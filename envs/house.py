@@ -1,8 +1,8 @@
 """Sandboxes for the environments of one placement: rooms with seats, taken and left.
 
 Invariant: environments that declare ``inline`` may share a process, as they would on the host; any other, and one that
-runs code of the policy, has a sandbox of its own. A room whose process broke takes nobody in and is given up as soon as
-that is seen; whatever was made is gone when ``close`` returns.
+runs code of the policy, has a sandbox of its own. A room whose process broke takes no environment in and is given
+up as soon as that is seen; ``close`` removes every sandbox.
 """
 
 from __future__ import annotations
