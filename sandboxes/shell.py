@@ -310,7 +310,7 @@ _OWN = r"\unset POSIXLY_CORRECT"
 
 
 def _command(cmd: str) -> str:
-    """A line that runs ``cmd`` with an empty standard input, whatever commands before it have redefined."""
+    """A line that runs ``cmd`` with an empty standard input, independent of what earlier commands redefined."""
     return rf"{_PLAIN}; \eval {shlex.quote(f'{_OWN}{chr(10)}{cmd}')} </dev/null"
 
 

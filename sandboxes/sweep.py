@@ -134,7 +134,7 @@ async def sweep(backend: Backend, *, run: str | None = None) -> Report:
     labels = {leases.MANAGED: "1"} | ({leases.RUN: run} if run else {})
     try:
         found = await asyncio.wait_for(backend.list(labels), LIST_TIMEOUT)
-    except Exception as error:  # whatever a third party's back end raises
+    except Exception as error:  # a third party's back end may raise any error
         report.failed[backend.name] = f"cannot be listed: {error or 'no answer in time'}"
         return report
     condemned = {}
@@ -183,7 +183,7 @@ async def _sweep_snapshots(backend: Backend, run: str | None, sandboxes: Iterabl
         everyone = (
             sandboxes if run is None else await asyncio.wait_for(backend.list({leases.MANAGED: "1"}), LIST_TIMEOUT)
         )
-    except Exception as error:  # whatever a third party's back end raises
+    except Exception as error:  # a third party's back end may raise any error
         report.failed[backend.name] = f"snapshots cannot be listed: {error or 'no answer in time'}"
         return
     used = {observed.labels.get(ORIGIN) for observed in everyone}
