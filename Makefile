@@ -1,8 +1,8 @@
-# `make train` and `make test` need make, git and Python >= 3.10; they bring everything else themselves.
+# `make train` and `make test` need make, git and Python >= 3.10, and install everything else.
 #
-# TORCH_INDEX: where the build of torch comes from. The default is PyTorch's index of CPU builds, which are a tenth of
-# the size; `make train TORCH_INDEX=https://download.pytorch.org/whl/cu130` takes a CUDA build. When the index cannot
-# be reached, or has no such build, the package index's own build is taken.
+# TORCH_INDEX: index of torch builds. The default is PyTorch's index of CPU builds, which are a tenth of the size;
+# `make train TORCH_INDEX=https://download.pytorch.org/whl/cu130` installs a CUDA build. If the index cannot be reached,
+# or lacks the version, the build of the package index is installed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,19 +11,19 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 REQUIREMENTS = setup.cfg pyproject.toml constraints.txt
 ARGS ?=
-# Tests wait more than they compute; those of one file share what they set up.
-PARALLEL = -n logical --maxprocesses 4 --dist loadfile
+# Tests wait more than they compute, so more run than there may be cores; tests of one file share fixtures.
+PARALLEL = -n 4 --dist loadfile
 
 .PHONY: train test test-all lint docs clean
 
-# A second time it resumes the run if it is unfinished, else starts another one beside it.
-train: $(VENV)/.installed ## train FrozenLake on this machine; ARGS="dir=runs/second" and the like override settings
+# Repeated, it continues an unfinished run, or starts another one beside it.
+train: $(VENV)/.installed ## train FrozenLake on this machine; ARGS="dir=runs/second" overrides settings
 	$(VENV)/bin/agentkit run examples/frozen_lake.yaml --again $(ARGS)
 
-test: $(VENV)/.installed-test ## the everyday tests
+test: $(VENV)/.installed-test ## the fast tests
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/.installed-test ## the slow ones too
+test-all: $(VENV)/.installed-test ## all tests except those of vLLM
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -31,18 +31,18 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 
-docs: $(VENV)/.installed-dev ## the site, in site/
+docs: $(VENV)/.installed-dev ## build the documentation in site/
 	$(VENV)/bin/python docs/generate_configuration.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site build dist *.egg-info
 
-# An installation is up to date until what it was made from changes.
+# An installation is repeated when its requirements change.
 $(VENV)/.installed: $(VENV)/bin/pip $(REQUIREMENTS)
 	$(PIP) install --no-deps --index-url $(TORCH_INDEX) --timeout 10 --retries 1 torch==$(TORCH)+$(notdir $(TORCH_INDEX)) \
 		|| $(PIP) install -c constraints.txt torch==$(TORCH)
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -53,10 +53,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Debian and Ubuntu ship Python without the means to make a virtual environment.
+# Debian and Ubuntu ship Python without venv.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "Python 3.10 or newer is needed, $(PYTHON) is older; name another by PYTHON=python3.12"; exit 1; }
+		|| { echo "$(PYTHON) is older than Python 3.10; choose another with PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 		if [ "$$(id -u)" = 0 ]; then run=; else run=sudo; fi; \
 		version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \

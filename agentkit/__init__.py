@@ -1,38 +1,71 @@
 """agentkit: write an environment once, run it anywhere, train an LLM agent on it.
 
-Invariant: importing this package is cheap and loads neither torch nor any environment; names resolve on first use.
+Importing this package is fast: it loads no environment, torch, ray, docker or httpx. Each name is imported on first
+use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentkit import gymnasium_bridge
+from agentkit.lazy_exports import lazy_exports
 
-_HOMES: dict[str, str] = {
+if TYPE_CHECKING:
+    from agentkit.config import RunConfig as RunConfig
+    from agentkit.config_io import load_config as load_config
+    from agentkit.envs.base import AsyncTextEnv as AsyncTextEnv
+    from agentkit.envs.base import TextEnv as TextEnv
+    from agentkit.envs.spaces import Text as Text
+    from agentkit.envs.vector import make_vec as make_vec
+    from agentkit.errors import AgentkitError as AgentkitError
+    from agentkit.evaluation import evaluate as evaluate
+    from agentkit.registry import EnvSpec as EnvSpec
+    from agentkit.registry import env_class as env_class
+    from agentkit.registry import list_envs as list_envs
+    from agentkit.registry import make as make
+    from agentkit.registry import register as register
+    from agentkit.results import EvalResult as EvalResult
+    from agentkit.results import RunResult as RunResult
+    from agentkit.sandboxes.pool.pool import SandboxPool as SandboxPool
+    from agentkit.sandboxes.sandbox import Sandbox as Sandbox
+    from agentkit.sandboxes.sync import SyncSandbox as SyncSandbox
+    from agentkit.training import train as train
+    from agentkit.types import Group as Group
+    from agentkit.types import Message as Message
+    from agentkit.types import Trajectory as Trajectory
+    from agentkit.types import Turn as Turn
+
+_MODULES = {
     "AgentkitError": "agentkit.errors",
     "AsyncTextEnv": "agentkit.envs.base",
     "EnvSpec": "agentkit.registry",
+    "EvalResult": "agentkit.results",
     "Group": "agentkit.types",
     "Message": "agentkit.types",
+    "RunConfig": "agentkit.config",
+    "RunResult": "agentkit.results",
+    "Sandbox": "agentkit.sandboxes.sandbox",
+    "SandboxPool": "agentkit.sandboxes.pool.pool",
+    "SyncSandbox": "agentkit.sandboxes.sync",
     "Text": "agentkit.envs.spaces",
     "TextEnv": "agentkit.envs.base",
     "Trajectory": "agentkit.types",
     "Turn": "agentkit.types",
     "env_class": "agentkit.registry",
+    "evaluate": "agentkit.evaluation",
     "list_envs": "agentkit.registry",
+    "load_config": "agentkit.config_io",
     "make": "agentkit.registry",
     "make_vec": "agentkit.envs.vector",
     "register": "agentkit.registry",
+    "train": "agentkit.training",
 }
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+"""Module of each public name. Invariant: the same names as in the block for type checkers above."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'agentkit' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker reports unknown names instead of giving them the type Any
+    __all__ = list(_MODULES)
+    __getattr__, __dir__ = lazy_exports(__name__, _MODULES)
 
 
 gymnasium_bridge.install()

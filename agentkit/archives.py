@@ -1,7 +1,7 @@
-"""Unpacks archives that nobody vouches for.
+"""Safe unpacking of untrusted archives.
 
-Invariant: nothing is written outside the target, and nothing but plain files and folders: no link, no device, no owner,
-no special mode. What an archive claims to hold is never more than what may be written.
+Invariant: only plain files and folders are written, and only below the target: no links, devices, owners or special
+modes. The limit applies to the bytes that are written, not to the sizes that the archive declares.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from typing import IO
 from agentkit.errors import DataError
 
 LIMIT = 64 << 30
-"""Most bytes that one archive may unpack to."""
+"""Maximum number of bytes that one archive may unpack to."""
 
 
 def is_archive(path: Path) -> bool:
-    """Whether ``unpack`` can read it."""
+    """Return whether ``unpack`` can read the file ``path``."""
     return zipfile.is_zipfile(path) or tarfile.is_tarfile(path)
 
 
 def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
-    """Unpack a zip or a tar, compressed or not, into ``target``.
+    """Unpack a zip or tar archive, compressed or not.
 
-    Raises ``DataError`` for a member with an absolute path, ``..``, a link, a device, or if it is damaged, or larger
-    than ``limit`` bytes.
+    Args:
+        archive: the file to unpack.
+        target: folder for the content; created if needed.
+        limit: maximum number of bytes to write.
+
+    Raises:
+        DataError: the archive is damaged or unpacks to more than ``limit`` bytes, or a member is a link or a device,
+            or has an absolute path or ``..``.
     """
     target.mkdir(parents=True, exist_ok=True)
     written = 0
@@ -60,11 +66,11 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
 
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Name and content of every member; None for a folder."""
+    """Yield name and content of each member; the content of a folder is None."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as file:
             for info in file.infolist():
-                kind = info.external_attr >> 28  # of Unix: 8 is a file, 4 a folder, 0 says nothing
+                kind = info.external_attr >> 28  # the file type of Unix: 8 is a file, 4 a folder, 0 unknown
                 if kind not in (0, 4, 8):
                     raise DataError(f"{archive} holds {info.filename!r}, which is neither a file nor a folder")
                 yield info.filename, None if info.is_dir() else file.open(info)
@@ -79,5 +85,5 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
 def _safe(name: str, archive: Path) -> Path:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise DataError(f"{archive} holds {name!r}, which would be written elsewhere; it is not unpacked")
+        raise DataError(f"{archive} holds {name!r}, a path outside the target; it is not unpacked")
     return Path(*path.parts)

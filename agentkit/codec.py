@@ -1,16 +1,16 @@
-"""Groups and trajectories as bytes, for the run's records and for checkpoints.
+"""Encode groups and trajectories as bytes, for the records and checkpoints of a run.
 
-Invariant: decoding gives back what was encoded, array for array and bit for bit (NaNs, signed zeros and lone
-surrogates included). Bytes that are cut short or altered raise; they never decode to something else.
+Invariant: decoding returns exactly what was encoded, bit for bit (including NaNs, signed zeros and lone surrogates).
+Truncated or altered bytes raise an error.
 
 Format (version 1, little-endian throughout)::
 
     b"AKR1" | zlib( uint32 header length | header | arrays )
 
 The header is UTF-8 JSON: ``{"kind": "group" | "trajectory", "value": …}`` with every field of the dataclasses of
-``agentkit.types`` under its own name. In the place of an array stands its length; the arrays follow the header in the
-order in which their lengths appear (trajectory by trajectory; in each, turn by turn ``prompt_ids``, ``action_ids``,
-``action_logprobs``, then ``final_ids``), int32 or float32, without gaps. zlib's checksum guards the whole.
+``agentkit.types`` under its name. An array is represented by its length; the arrays follow the header in the order of
+their lengths (trajectory by trajectory; in each, turn by turn ``prompt_ids``, ``action_ids``,
+``action_logprobs``, then ``final_ids``), int32 or float32, without gaps. zlib's checksum protects the content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRAJECTORY_ARRAYS = {"final_ids": "<i4"}
 
 
 def encode_group(group: Group) -> bytes:
-    """Bytes of a group with all its members. Raises ``TypeError`` for an array of another type than documented."""
+    """Encode a group with all its members. Raises ``TypeError`` if an array has not the documented type."""
     arrays: list[bytes] = []
     value = {field.name: getattr(group, field.name) for field in fields(Group) if field.name != "members"}
     value["members"] = [_trajectory_value(member, arrays) for member in group.members]
@@ -40,19 +40,19 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(data: bytes) -> Group:
-    """The group that ``encode_group`` was given. Raises ``RunDirectoryError`` for damaged bytes."""
+    """Decode the result of ``encode_group``. Raises ``RunDirectoryError`` if the bytes are damaged."""
     return _unpack(data, "group")
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Bytes of one trajectory. Raises ``TypeError`` for an array of another type than documented."""
+    """Encode a trajectory. Raises ``TypeError`` if an array has not the documented type."""
     arrays: list[bytes] = []
     value = _trajectory_value(trajectory, arrays)
     return _pack("trajectory", value, arrays)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """The trajectory that ``encode_trajectory`` was given. Raises ``RunDirectoryError`` for damaged bytes."""
+    """Decode the result of ``encode_trajectory``. Raises ``RunDirectoryError`` if the bytes are damaged."""
     return _unpack(data, "trajectory")
 
 
@@ -62,7 +62,7 @@ def _pack(kind: str, value: dict[str, Any], arrays: list[bytes]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Numpy scalars, which environments like to put where Python numbers belong."""
+    """Convert a numpy scalar, which environments often return instead of a Python number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be recorded; a trajectory holds numbers, texts and token arrays")

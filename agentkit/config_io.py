@@ -1,16 +1,16 @@
-"""Run configurations as text: YAML files and dotted overrides in, a validated ``RunConfig`` out, and back to YAML.
+"""Read and write run configurations: YAML files, dicts and dotted overrides.
 
-Invariant: whatever this module accepts is a complete ``RunConfig``, and ``dump_config`` followed by ``load_config``
-gives an equal one. Whatever it refuses is refused with one ``ConfigError`` that lists every problem found, each with
-its place (file and line, or the override), its dotted key, what is wrong and, for a misspelt key, the nearest valid
-ones.
+Invariant: ``load_config`` returns a complete ``RunConfig``; from the output of ``dump_config`` it returns an equal one.
+Invalid input raises one ``ConfigError`` that lists all problems, each with its place (file and line, or the
+override), its dotted key, the problem and, for a misspelt key, the nearest valid ones.
 
-Scalars are read by YAML 1.2's core rules, not by PyYAML's default ones of YAML 1.1: ``3e-5`` is a number, ``no`` and
+Scalars follow the core schema of YAML 1.2, not PyYAML's YAML 1.1: ``3e-5`` is a number, ``no`` and
 ``off`` are strings, and a key that appears twice is an error.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -50,7 +50,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML writes Unicode's line separators unescaped in every other style, and reads them back as line feeds.
+    # In other styles, PyYAML writes Unicode line separators unescaped and reads them back as line feeds.
     style = '"' if any(separator in text for separator in "\r\n\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -68,15 +68,30 @@ _Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper,
 
 Key = tuple[str, ...]
 Places = dict[Key, str]
-"""Where each key was set: ``file.yaml:12`` or ``override 'learner.lr=x'``."""
+"""Place where each key is set: ``file.yaml:12`` or ``override 'learner.lr=x'``."""
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the YAML file ``path``, apply ``overrides`` (``dotted.key=value``) in order, and validate.
+def load_config(config: Path | str | Mapping[str, Any] | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the validated configuration of a run.
 
-    Raises ``ConfigError`` that lists every problem; nothing is read but the file, and nothing is written.
+    Args:
+        config: a YAML file, a dict of the same structure, or a ``RunConfig``.
+        overrides: settings that replace those of ``config``, as ``"section.key=value"``, applied in order. The value
+            is YAML.
+
+    Returns:
+        The complete configuration, with defaults for all settings that are not given.
+
+    Raises:
+        ConfigError: lists every problem with its place: file and line, override, or key.
     """
-    path = Path(path)
+    if isinstance(config, RunConfig):
+        return _validate(config.model_dump(), {}, overrides, "RunConfig") if overrides else config
+    if isinstance(config, Mapping):
+        return _validate(copy.deepcopy(dict(config)), {}, overrides, "configuration")
+    path = Path(config)
+    if path.is_dir():
+        raise ConfigError(f"{path} is neither a configuration file nor a run directory; give a YAML file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -87,26 +102,43 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> RunConfig:
-    """As ``load_config``, from text; ``source`` is what errors call it."""
-    data, places = _read_yaml(text, source)
+    """Like ``load_config``, from YAML text, which errors call ``source``."""
+    return _validate(*_read_yaml(text, source), overrides, source)
+
+
+def _validate(data: dict[str, Any], places: Places, overrides: Sequence[str], source: str) -> RunConfig:
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(f'overrides={overrides!r} must be a list of settings, such as ["learner.lr=3e-5"]')
     for override in overrides:
         _apply_override(data, places, override)
     try:
-        # JSON mode is what makes strict models take a list where they hold a tuple, and a string where a Path.
-        return RunConfig.model_validate_json(json.dumps(data))
+        # In JSON mode, strict models accept a list for a tuple and a string for a Path.
+        text = json.dumps(data, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}; use numbers, texts, lists and dicts") from None
+    try:
+        return RunConfig.model_validate_json(text)
     except ValidationError as error:
         problems = list(dict.fromkeys(_problem(details, places, source) for details in error.errors(include_url=False)))
     raise ConfigError("\n".join(problems))
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    raise TypeError(f"{value!r} is not plain data")
+
+
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one."""
-    # Not pydantic's JSON mode, which turns infinity into null.
+    """Return the complete configuration, including defaults, as YAML for ``load_config``."""
+    # Not pydantic's JSON mode, which writes infinity as null.
     return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def valid_keys(model: type[BaseModel] = RunConfig, prefix: Key = ()) -> Iterator[Key]:
-    """Every key that the models know, sections before their fields."""
+    """Yield all valid keys, sections before their fields."""
     for name, field in model.model_fields.items():
         yield (*prefix, name)
         section = section_model(field.annotation)
@@ -115,7 +147,7 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: Key = ()) -> Iterator
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The model behind an annotation such as ``LoraConfig | None``; None for a plain value."""
+    """Return the model in an annotation such as ``LoraConfig | None``; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
@@ -126,14 +158,14 @@ def section_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Places]:
-    """Data and the place of each key. Raises ``ConfigError`` for what is no mapping of unique string keys."""
+    """Return data and the place of each key. Raises ``ConfigError`` unless it is a mapping with unique string keys."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return {}, {}
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{source}:1: the file must hold `key: value` lines, not a list or a value")
+            raise ConfigError(f"{source}:1: the file must contain `key: value` lines, not a list or a value")
         places: Places = {}
         _walk(node, (), source, places)
         return loader.construct_document(node), places
@@ -158,7 +190,7 @@ def _walk(node: yaml.Node, key: Key, source: str, places: Places) -> None:
         place = f"{source}:{name_node.start_mark.line + 1}"
         if not isinstance(name_node, yaml.ScalarNode) or name_node.tag != "tag:yaml.org,2002:str":
             dotted = ".".join(key) or "the top level"
-            raise ConfigError(f"{place}: a key in {dotted} is not a text; put it in quotes")
+            raise ConfigError(f"{place}: a key in {dotted} is not a string; put it in quotes")
         child = (*key, name_node.value)
         if name_node.value in seen:
             raise ConfigError(f"{place}: {'.'.join(child)}: this key appears twice; keep one of them")
@@ -187,7 +219,7 @@ def _apply_override(data: dict[str, Any], places: Places, override: str) -> None
             child = section[part] = {}
         if not isinstance(child, dict):
             parent = ".".join(key[:depth])
-            raise ConfigError(f"{place}: {parent} is the value {child!r}, not a section, so that it has no {dotted!r}")
+            raise ConfigError(f"{place}: {dotted}: {parent} is the value {child!r}, not a section")
         places.setdefault(key[:depth], place)
         section = child
     section[key[-1]] = value
@@ -210,7 +242,7 @@ def _read_yaml_value(text: str, place: str) -> tuple[Any, Places]:
 
 
 def _problem(details: Mapping[str, Any], places: Places, source: str) -> str:
-    """One of pydantic's errors as one line: place, key, what is wrong, what to do."""
+    """Format an error of pydantic as one line: place, key, problem, remedy."""
     location = [str(part) for part in details["loc"]]
     key, model = _known_part(location)
     if details["type"] == "extra_forbidden":
@@ -235,7 +267,7 @@ def _got(details: Mapping[str, Any]) -> str:
 
 
 def _known_part(location: Sequence[str]) -> tuple[Key, type[BaseModel] | None]:
-    """The part of an error's location that is a key (unions add their branch), and the model that holds its end."""
+    """Return the key in an error's location (unions add their branch), and the model of its last part."""
     key: list[str] = []
     model: type[BaseModel] | None = RunConfig
     for part in location:
@@ -261,7 +293,7 @@ def _place(key: Key, places: Places, source: str) -> str:
 
 
 def _suggestion(key: Key, model: type[BaseModel] | None) -> str:
-    """The nearest valid keys: beside it, by the same name elsewhere, or of a like spelling elsewhere."""
+    """Return the nearest valid keys: in the same section, of the same name, or of a similar spelling."""
     wrong = key[-1]
     parent = key[:-1]
     beside = list(model.model_fields) if model is not None else []

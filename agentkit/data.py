@@ -1,11 +1,10 @@
-"""Data sets of environments: which there are, where they lie on this machine, and how they get here.
+"""Data sets of environments: catalogue, location on this machine, download and verification.
 
-Invariant: a set is complete or not there. Whatever fills its folder is written beside it, checked, and renamed; files
-are read-only afterwards. A checksum is either the official one or unknown, never made up: sets without one are checked
-by what they must contain. No other user can put a set where this one did not choose to look. What a file system refuses
-is a ``DataError``.
+Invariant: a data set is complete or absent: it is written to a temporary folder, checked, and renamed; its files are
+then read-only. A checksum is the official one or unknown; sets without a checksum are checked by their counts. Another
+user cannot place a data set where this user's is searched. File system errors are raised as ``DataError``.
 
-A set is one entry of ``DATASETS``; everything else is the same for all of them.
+To add a data set, add an entry to ``DATASETS``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from agentkit.archives import is_archive, unpack
 from agentkit.errors import AgentkitError, ConfigError, DataError
 
 RECORD = ".agentkit.json"
-"""Inside a set's folder: the checksum of every file when it came here."""
+"""File in a data set's folder with the checksum of every file when it was fetched."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class Remote:
     url: str
     """The official address."""
     path: str
-    """Its name in the set's folder; of an archive, the folder in it that the content goes to (``.``: the set's)."""
+    """Name in the data set's folder; for an archive, the folder for its content (``.`` is the data set's)."""
     size: int | None = None
     """Bytes, where known."""
     sha256: str | None = None
-    """The official checksum, or None where nobody published one."""
+    """The official checksum, or None if none is published."""
     unpack: bool = False
 
 
@@ -55,19 +54,19 @@ class DataSet:
     licence: str
     homepage: str
     size: str
-    """How much is downloaded, for people: ``"6 MB"``."""
+    """Size of the download as text, such as ``"6 MB"``."""
     forms: tuple[tuple[str, ...], ...]
-    """The files that make it complete, below its folder; one of several forms is enough."""
+    """Alternative lists of the files in its folder that make it complete; one of them is enough."""
     counts: Mapping[str, int]
-    """What it must contain, in the terms of ``counter``: products, games of a split, …"""
+    """Expected counts of items, as returned by ``counter``: products, games of a split, …"""
     counter: str
-    """``package.module:function``: from the set's folder to its counts."""
+    """``package.module:function`` that takes the data set's folder and returns its counts."""
     splits: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Remote, ...] = ()
     version: int | None = None
-    """Part of the folder's name; raised whenever ``generate`` writes something else."""
+    """Part of the folder's name; increased when ``generate`` changes its output."""
     generate: str | None = None
-    """``package.module:function`` that writes the set into a folder: agentkit's own, made where it is needed."""
+    """``package.module:function`` that generates the data set in a folder, for agentkit's own data sets."""
 
     @property
     def folder(self) -> str:
@@ -211,48 +210,67 @@ DATASETS: dict[str, DataSet] = {
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """What a file system refuses (space, rights, a folder where a file is) as a ``DataError``."""
+    """Raise file system errors (no space, no permission, …) as ``DataError``."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{error}; data sets lie in {root()}, and AGENTKIT_DATA names another place") from error
+        raise DataError(
+            f"{error}; data sets are stored in {root()}; set AGENTKIT_DATA to use another folder"
+        ) from error
 
 
 def root() -> Path:
-    """Where sets lie: ``AGENTKIT_DATA``, or a folder of the user's cache. Raises ``DataError`` for want of a home."""
+    """Return the folder of all data sets: ``AGENTKIT_DATA``, or a folder in the user's cache.
+
+    Raises:
+        DataError: the user has no home directory.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     place = Path(os.environ.get("AGENTKIT_DATA") or f"{cache}/agentkit/data")
     try:
         return place.expanduser().absolute()
     except RuntimeError as error:
-        raise DataError(f"{place}: there is no such home; AGENTKIT_DATA names another place for data sets") from error
+        raise DataError(
+            f"{place}: no such home directory; set AGENTKIT_DATA to use another folder for data sets"
+        ) from error
 
 
 @_explained()
 def derived_root() -> Path:
-    """Where environments may keep what they derive from sets, such as indexes; its parent exists and can be written.
+    """Return the folder for data derived from data sets, such as indexes. Its parent exists and is writable.
 
-    Raises ``DataError``.
+    Raises:
+        DataError: no folder is writable.
     """
     return _base() / ".derived"
 
 
 def dataset(name: str) -> DataSet:
-    """The set of that name. Raises ``ConfigError``."""
+    """Return the data set with this name. Raises ``ConfigError`` for an unknown name."""
     if name not in DATASETS:
-        raise ConfigError(f"there is no data set {name!r}; known: {', '.join(DATASETS)}")
+        raise ConfigError(f"no data set {name!r}; known: {', '.join(DATASETS)}")
     return DATASETS[name]
 
 
 @_explained()
 def find(name: str) -> Path | None:
-    """The folder of a set that is here, else None. Raises ``ConfigError`` for an unknown name, ``DataError``."""
+    """Return the folder of a data set, or None if it is not on this machine.
+
+    Raises:
+        ConfigError: the name is unknown.
+        DataError: the file system refuses to read it.
+    """
     known = dataset(name)
     return next((place / known.folder for place in _places() if complete(known, place / known.folder)), None)
 
 
 def locate(name: str) -> Path:
-    """The folder of a set; one of agentkit's own is made if need be. Raises ``ConfigError``, ``DataError``."""
+    """Return the folder of a data set; generate it first if it is agentkit's own.
+
+    Raises:
+        ConfigError: the name is unknown.
+        DataError: the data set is not on this machine, or cannot be generated.
+    """
     folder = find(name)
     if folder is None and dataset(name).generate is not None:
         folder = fetch(name)
@@ -260,54 +278,60 @@ def locate(name: str) -> Path:
         raise DataError(
             f"the data set {name} is not in {root()}: run `agentkit data fetch {name}` (downloads "
             f"{dataset(name).size}), or `agentkit data fetch {name} --from FILE_OR_FOLDER` if you have it already; "
-            "AGENTKIT_DATA names another place to look in"
+            "set AGENTKIT_DATA to use another folder"
         )
     return folder
 
 
 def complete(known: DataSet, folder: Path) -> bool:
-    """Whether a folder holds all files of one of the set's forms."""
-    # Not Path.exists, which raises where it may not look.
+    """Return whether a folder contains all files of one of the data set's forms."""
+    # Not Path.exists, which raises PermissionError.
     return any(all(os.path.exists(folder / name) for name in form) for form in known.forms)
 
 
 @_explained()
 def fetch(name: str, source: Path | None = None) -> Path:
-    """Bring a set here and return its folder; one that is here already stays as it is.
+    """Download or generate a data set unless it is complete already. An interrupted download is continued.
 
     Args:
-        source: an archive, a folder that holds the files, or the only file of a set that has one, instead of the
-            official addresses.
+        name: a name in ``DATASETS``.
+        source: a local copy to use instead of the official addresses: an archive, a folder with the files, or the file
+            of a data set that has only one.
 
-    An interrupted download is taken up where it stopped. Raises ``ConfigError``, ``DataError``.
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        ConfigError: the name is unknown.
+        DataError: the download failed, the content is not the data set, or the folder cannot be written.
     """
     known, origin = dataset(name), source or "what was downloaded"
     if (there := find(name)) is not None:
         return there
     with _lock(name) as base:
-        if (there := find(name)) is not None:  # another process was faster
+        if (there := find(name)) is not None:  # fetched by another process meanwhile
             return there
         target, filling = base / known.folder, base / f".{name}.filling"
         shutil.rmtree(filling, ignore_errors=True)  # left by a process that was killed
         filling.mkdir()
         try:
             if source is not None:
-                with progress.work(f"taking {name} from {source}"):
+                with progress.work(f"copying {name} from {source}"):
                     _take(known, source, filling)
             elif known.generate is not None:
-                with progress.work(f"making the data set {name}"):
+                with progress.work(f"generating the data set {name}"):
                     _named(known.generate)(filling)
             else:
                 _download(known, filling, base / ".downloads" / name)
             made = _complete_one(known, filling)
             if made is None:
                 wanted = " or ".join(" and ".join(form) for form in known.forms)
-                raise DataError(f"{origin} is not the set {name}: it lacks {wanted}")
+                raise DataError(f"{origin} is not the data set {name}: {wanted} is missing")
             with progress.work(f"checking {name}"):
                 _check_counts(known, made, origin)
                 _seal(made)
             if target.exists():  # incomplete, or it would have been found
-                raise DataError(f"{target} is there and is not the set {name}; move it away, then fetch again")
+                raise DataError(f"{target} exists and is not the data set {name}; move it away, then fetch again")
             made.rename(target)
         finally:
             shutil.rmtree(filling, ignore_errors=True)
@@ -317,7 +341,12 @@ def fetch(name: str, source: Path | None = None) -> Path:
 
 @_explained()
 def verify(name: str) -> list[str]:
-    """What is wrong with a set that is here: changed or missing files, wrong counts. Raises ``DataError`` without."""
+    """Check a data set on this machine, and return its problems: missing or changed files, wrong counts.
+
+    Raises:
+        ConfigError: the name is unknown.
+        DataError: the data set is not on this machine.
+    """
     known, folder = dataset(name), locate(name)
     problems = []
     record = folder / RECORD
@@ -344,7 +373,7 @@ def verify(name: str) -> list[str]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Return the SHA-256 digest of a file in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -353,35 +382,35 @@ def sha256(path: Path) -> str:
 
 
 def _places() -> Iterator[Path]:
-    """Where to look for sets, in this order."""
+    """Yield the folders to search, in order."""
     yield root()
     if not _writable(root()) and _own(_spare_root()):
         yield _spare_root()
 
 
 def _spare_root() -> Path:
-    """For machines, such as sandboxes, on which the usual place cannot be written."""
+    """Return the folder used if ``root()`` is not writable, as in sandboxes."""
     return Path(tempfile.gettempdir()) / f"agentkit-data-{os.getuid()}"
 
 
 def _own(folder: Path) -> bool:
-    """Whether it is a folder, and no link to one, in which this user alone can have put anything."""
+    """Return whether it is a folder, not a link, that only this user can write."""
     try:
-        said = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(said.st_mode) and said.st_uid == os.getuid() and not said.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _writable(folder: Path) -> bool:
-    """Whether this user can write a folder that is there, or make one that is not."""
+    """Return whether this user can write the folder, or create it if it does not exist."""
     while not os.path.lexists(folder):
         folder = folder.parent
     return os.access(folder, os.W_OK)
 
 
 def _base() -> Path:
-    """The folder that sets go to, made if need be: the usual one, or the spare if that cannot be written."""
+    """Create and return the folder for new data sets: ``root()``, or the spare one if that is not writable."""
     usual, spare = root(), _spare_root()
     if _writable(usual):
         usual.mkdir(parents=True, exist_ok=True)
@@ -389,21 +418,21 @@ def _base() -> Path:
     spare.mkdir(mode=0o700, exist_ok=True)
     if not _own(spare):
         raise DataError(
-            f"{usual} cannot be written, and {spare} is not a folder of yours that you alone can write; "
-            "AGENTKIT_DATA names another place"
+            f"{usual} is not writable, and {spare} is not a folder that only you can write; "
+            "set AGENTKIT_DATA to use another folder"
         )
     return spare
 
 
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[Path]:
-    """Keep other processes from fetching the same set; yields the folder that sets go to."""
+    """Keep other processes from fetching the same data set; yield the folder for new data sets."""
     base = _base()
     if base != root() and dataset(name).generate is None:
-        raise DataError(f"{root()} cannot be written; AGENTKIT_DATA names another place")
+        raise DataError(f"{root()} is not writable; set AGENTKIT_DATA to use another folder")
     with (base / f".{name}.lock").open("w") as lock:
         try:
-            # Making a set of one's own takes a moment: worth waiting for. A download may take hours.
+            # Generating a data set takes a moment, so wait for it. A download may take hours.
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if dataset(name).generate else fcntl.LOCK_NB))
         except OSError as error:
             raise DataError(f"another process is fetching {name} into {base}; wait for it") from error
@@ -422,7 +451,7 @@ def _download(known: DataSet, target: Path, parts: Path) -> None:
         if remote.sha256 is not None and sha256(part) != remote.sha256:
             part.unlink()
             raise DataError(f"{remote.url} is not the official file: its checksum differs; fetch again")
-    for number, remote in enumerate(known.files):  # nothing is unpacked before everything is here
+    for number, remote in enumerate(known.files):  # after all downloads
         part = parts / f"{number}"
         if remote.unpack:
             with progress.work(f"unpacking {known.name}"):
@@ -433,11 +462,10 @@ def _download(known: DataSet, target: Path, parts: Path) -> None:
 
 
 def _take(known: DataSet, source: Path, target: Path) -> None:
-    """Copy the files of a folder, or the only file of a set, or unpack an archive. What they were when they were taken
-    elsewhere is forgotten."""
+    """Copy a folder or a single file, or unpack an archive. Records of checksums from elsewhere are removed."""
     single = _name_of_only_file(known, source)
     if source.is_dir():
-        # Listed before anything is copied, since the target may lie in it.
+        # List first: the target may be inside the source.
         for folder, _, files in list(os.walk(source, onerror=_raise, followlinks=True)):
             copied = target / Path(folder).relative_to(source)
             copied.mkdir(exist_ok=True)
@@ -453,14 +481,14 @@ def _take(known: DataSet, source: Path, target: Path) -> None:
     else:
         wanted = " or ".join(" and ".join(form) for form in known.forms)
         raise DataError(
-            f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2) that holds {wanted}"
+            f"{source} is neither a folder nor an archive (zip, tar, tar.gz, tar.xz, tar.bz2) with {wanted}"
         )
     for record in target.rglob(RECORD):
         record.unlink()
 
 
 def _name_of_only_file(known: DataSet, source: Path) -> str | None:
-    """The name in the set of a file that can be all of it, under any name elsewhere; else None."""
+    """Return the name in the data set of a file that can be its only one; None if it cannot."""
     names = [form[0] for form in known.forms if len(form) == 1 and Path(form[0]).suffix == source.suffix]
     return source.name if source.name in names else next(iter(names), None)
 
@@ -470,7 +498,7 @@ def _raise(error: OSError) -> None:
 
 
 def _complete_one(known: DataSet, folder: Path) -> Path | None:
-    """The folder itself, or the only one at its top that is the set: archives often have one, beside others' notes."""
+    """Return the folder, or its only subfolder, that is the complete data set; None if there is none."""
     if complete(known, folder):
         return folder
     inner = [path for path in folder.iterdir() if complete(known, path)]
@@ -478,12 +506,12 @@ def _complete_one(known: DataSet, folder: Path) -> Path | None:
 
 
 def _seal(folder: Path) -> None:
-    """Record every file's checksum, and make all of them read-only."""
+    """Record the checksums of all files, and make the files read-only."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     (folder / RECORD).write_text(json.dumps({path.relative_to(folder).as_posix(): sha256(path) for path in paths}))
     for path in [*paths, folder / RECORD]:
         path.chmod(0o444)
-    folder.chmod(0o755)  # whatever its maker's umask
+    folder.chmod(0o755)  # independent of the umask
 
 
 def _check_counts(known: DataSet, folder: Path, origin: object) -> None:
@@ -494,7 +522,7 @@ def _check_counts(known: DataSet, folder: Path, origin: object) -> None:
         found = counter(folder)
     except AgentkitError:
         raise
-    except Exception as error:  # whatever readers make of damaged files
+    except Exception as error:  # damaged files make readers raise any error
         raise DataError(f"{known.name} in {origin} cannot be read: {type(error).__name__}: {error}") from error
     wrong = [
         f"{found.get(what, 0)} {what} instead of {count}"

@@ -1,7 +1,7 @@
-"""Downloads one file, in as many attempts as it takes.
+"""Resumable downloads.
 
-Invariant: what lies in the partial file is a prefix of the remote file. It is continued only if the server says that it
-is still the same file (by its entity tag, or else its date), and is started again otherwise.
+Invariant: the partial file is a prefix of the remote file. The download is continued only if the server confirms by
+entity tag or date that the file has not changed; otherwise it starts again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from agentkit.errors import DataError
 
 Progress = Callable[..., Any]
 ATTEMPTS = 5
-"""Attempts in a row that may bring nothing new."""
+"""Maximum number of consecutive attempts without new bytes."""
 TIMEOUT = 60.0
-"""Seconds without a byte."""
+"""Seconds without a byte after which an attempt fails."""
 
 
 def download(
@@ -32,14 +32,18 @@ def download(
     pause: float = 1.0,
     timeout: float = TIMEOUT,
 ) -> None:
-    """Bring ``url`` to ``target``; beside it, ``target.part`` holds what an interrupted download left.
+    """Download ``url`` to ``target``, continuing an earlier download from ``target.part``.
 
     Args:
-        size: bytes that it must have, if known.
-        progress: called with bytes so far and bytes in all (or None).
-        pause: seconds before the second attempt; doubled with each.
+        url: address of the file.
+        target: path of the complete file; nothing is done if it exists.
+        size: expected number of bytes, if known.
+        progress: called with the bytes so far and the total (or None).
+        pause: seconds before the second attempt; doubled with each further one.
+        timeout: seconds without a byte after which an attempt fails.
 
-    Raises ``DataError``: the server refuses, sends a web page or another size, or the connection fails too often.
+    Raises:
+        DataError: the server refuses, sends a web page or another size, or the connection fails too often.
     """
     if target.exists():
         return
@@ -54,7 +58,7 @@ def download(
             if failures >= ATTEMPTS:
                 raise DataError(
                     f"{url} could not be downloaded: {error or type(error).__name__}; {_length(part)} bytes are kept, "
-                    "and the next attempt goes on from there"
+                    "and the next download continues there"
                 ) from error
             time.sleep(pause * 2 ** (failures - 1))
             continue
@@ -69,13 +73,13 @@ def download(
 
 
 def _attempt(url: str, part: Path, tag: Path, progress: Progress, timeout: float) -> int | None:
-    """One request; returns the size of the whole file, if the server says it."""
+    """Send one request, and return the size of the whole file if the server reports it."""
     start, validator = _length(part), tag.read_text() if tag.exists() else ""
-    headers = {"Accept-Encoding": "identity"}  # lengths are those of the file
+    headers = {"Accept-Encoding": "identity"}  # the lengths are then those of the file itself
     if start and validator:
         headers |= {"Range": f"bytes={start}-", "If-Range": validator}
     with httpx.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
-        if response.status_code == 416:  # nothing is left to ask for, or the file has become shorter
+        if response.status_code == 416:  # the file is complete, or has become shorter
             total = _whole(response)
             if total != start:
                 part.unlink(missing_ok=True)
@@ -90,13 +94,13 @@ def _attempt(url: str, part: Path, tag: Path, progress: Progress, timeout: float
         goes_on = response.status_code == 206
         if goes_on and not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
             part.unlink(missing_ok=True)
-            raise httpx.ReadError("the server sent another part than was asked for")
+            raise httpx.ReadError("the server sent another range than requested")
         total = _whole(response) if goes_on else _number(response.headers.get("content-length"))
         etag = response.headers.get("etag", "")
         tag.write_text(etag if etag and not etag.startswith("W/") else response.headers.get("last-modified", ""))
         with part.open("ab" if goes_on else "wb") as out:
             done = start if goes_on else 0
-            for block in response.iter_raw():  # as it comes, so that a break loses little
+            for block in response.iter_raw():  # unbuffered: an interruption loses little
                 out.write(block)
                 done += len(block)
                 progress(done, total)
@@ -104,7 +108,7 @@ def _attempt(url: str, part: Path, tag: Path, progress: Progress, timeout: float
 
 
 def _whole(response: httpx.Response) -> int | None:
-    """Size of the whole file, from a partial answer."""
+    """Return the size of the whole file from a partial response."""
     found = re.fullmatch(r"bytes .*/(\d+)", response.headers.get("content-range", ""))
     return int(found[1]) if found else None
 

@@ -1,7 +1,7 @@
-"""Tells from the outside whether an entry point could load.
+"""Check entry points without importing them.
 
-Invariant: no code of the package in question is run; files are found and parsed, never imported. What only running it
-could tell (a failing import inside the module, say) stays unknown here and comes out when the environment is made.
+Invariant: no code of the package is run; files are found and parsed, never imported. Problems that only appear when
+the code runs, such as a failing import inside the module, are found when the environment is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def diagnose(value: str) -> str | None:
-    """Why ``package.module:Class`` cannot load, or None if nothing speaks against it."""
+    """Return why ``package.module:Class`` cannot load, or None if no problem is found."""
     module, _, attribute = value.partition(":")
     if not module or not attribute:
         return f"{value!r} is not of the form package.module:Class"
@@ -23,7 +23,7 @@ def diagnose(value: str) -> str | None:
     except (ImportError, ValueError) as problem:
         return f"{type(problem).__name__}: {problem}"
     if spec is None:
-        return f"there is no module {module!r}"
+        return f"no module {module!r}"
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
@@ -37,7 +37,7 @@ def diagnose(value: str) -> str | None:
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a module; unlike ``importlib.util.find_spec`` it does not import the packages above it."""
+    """Return the spec of a module. Unlike ``importlib.util.find_spec``, do not import its parent packages."""
     spec: importlib.machinery.ModuleSpec | None = None
     path: Sequence[str] | None = None
     parts = module.split(".")
@@ -54,7 +54,7 @@ def _find(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _bindings(tree: ast.Module) -> set[str]:
-    """Names that a module may bind, however deep in its ``if`` and ``try``; ``*`` for a star import."""
+    """Return all names that a module may bind, also inside ``if`` and ``try``; ``*`` for a star import."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,9 +1,9 @@
-"""Every error that agentkit raises on purpose.
+"""The error classes of agentkit.
 
-Invariant: an error is attributed to exactly one boundary (its class), says whether trying again can help
-(``retryable``) and whether the failed call had effects (``side_effects``). Messages say what is wrong, where,
-and what to do. ``EnvError`` voids an episode and never scores it, with one exception: an ``UnexplainedCrash`` that
-happens to an episode twice is the policy's failure.
+Invariant: an error is attributed to exactly one boundary (its class), states whether a retry can help (``retryable``)
+and whether the failed call had effects (``side_effects``). Messages name the problem, the place and the remedy.
+``EnvError`` voids an episode, with one exception: an ``UnexplainedCrash`` that happens twice to an episode counts as
+the policy's failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from agentkit.text import printable
 
 SideEffects = Literal["none", "maybe", "done"]
-"""What a failed call did before it failed: nothing, perhaps something, or all that it was asked for."""
+"""Effects of a failed call: none, possibly some, or all that were requested."""
 
 
 class AgentkitError(Exception):
@@ -32,12 +32,16 @@ class ConfigError(AgentkitError):
     """A setting is misspelt, of a wrong type or contradictory; raised before anything starts."""
 
 
+class MissingExtra(AgentkitError):
+    """An optional part of agentkit is not installed; the message names the extra to install."""
+
+
 class RegistryError(AgentkitError):
     """An environment name is unknown, claimed twice, or its plugin does not load."""
 
 
 class DataError(AgentkitError):
-    """A data set is not here, cannot be fetched, or is not what it should be."""
+    """A data set is missing, cannot be fetched, or has the wrong content."""
 
 
 class EnvError(AgentkitError):
@@ -54,8 +58,9 @@ class EnvCrashed(EnvError):
 class UnexplainedCrash(EnvCrashed):
     """The environment's sandbox failed after code of the policy ran in it, and no external cause is on record.
 
-    Evaluation and the rollout loop play such an episode once more. If that fails in the same way, the failure is the
-    policy's. Code that steps an environment itself decides; it should not make failing free.
+    Evaluation and the rollout loop repeat such an episode once. If it fails in the same way, it counts as the policy's
+    failure. Code that steps environments itself must decide how to count it; the policy should not benefit from such a
+    failure.
     """
 
 
@@ -68,17 +73,17 @@ class EnvContractError(EnvError):
 
 
 class EnvFailureBudgetExceeded(EnvError):
-    """So many environments failed that going on would train on a biased rest."""
+    """Too many environments failed: training on the remaining episodes would be biased."""
 
     retryable = False
 
 
 class EngineError(AgentkitError):
-    """The inference engine failed, or was asked for something that it cannot do."""
+    """The inference engine failed, or does not support the request."""
 
 
 class RendererError(AgentkitError):
-    """A chat template cannot be used token-exactly across turns."""
+    """A chat template cannot be rendered turn by turn with exact tokens."""
 
 
 class RoleError(AgentkitError):
@@ -92,11 +97,11 @@ class LearnerError(AgentkitError):
 
 
 class CheckpointError(AgentkitError):
-    """A checkpoint is missing, incomplete or of another configuration."""
+    """A checkpoint is missing, is incomplete or belongs to another configuration."""
 
 
 class RunDirectoryError(AgentkitError):
-    """A run directory exists already, or is not one."""
+    """A run directory exists already, is in use, or is not a run directory."""
 
 
 class SandboxError(AgentkitError):
@@ -112,7 +117,7 @@ class ImageError(SandboxError):
 
 
 class StartTimeout(SandboxError):
-    """A sandbox did not become ready; ``details``: ``phase``, ``log_tail``. What was created is removed."""
+    """A sandbox did not become ready; ``details``: ``phase``, ``log_tail``. Everything created is removed."""
 
     retryable = True
 
@@ -121,23 +126,23 @@ LOSS_REASONS: Mapping[str, str] = {
     "exited": "its main process ended, by itself or killed by something in the sandbox",
     "oom": "its memory limit killed its main process",
     "removed": "it was removed: closed, expired, or removed from outside",
-    "engine_down": "the engine or the sandbox server that it was on is gone",
-    "agent_dead": "the connection to its agent ended, or the agent answers pings and not the call",
-    "hung": "its agent gives no sign of life: stopped, starved, or frozen from outside",
+    "engine_down": "its engine or sandbox server is gone",
+    "agent_dead": "the connection to its agent ended, or the agent answers pings but not the call",
+    "hung": "its agent does not respond: stopped, starved, or frozen from outside",
     "frozen": "it was paused from outside",
-    "slow": "it answered far more slowly than its peers, and its pool took it out of use",
+    "slow": "it was far slower than its peers, and its pool removed it",
     "tainted": "processes in it survived their kill; restart it",
-    "replaced": "it was restarted, reset or replaced: what belonged to the earlier one is gone",
-    "closed": "this end closed the connection; the sandbox itself may go on",
-    "spoiled": "it cannot be rebuilt: what was done in it is not known exactly",
-    "diverged": "it cannot be rebuilt: an action that was replayed came out differently",
+    "replaced": "it was restarted, reset or replaced; processes and handles of the earlier one are gone",
+    "closed": "this end closed the connection; the sandbox itself may still run",
+    "unreplayable": "its state cannot be rebuilt: the effect of an action is not known",
+    "diverged": "its state cannot be rebuilt: a replayed action had another result",
 }
-"""Every ``reason`` of ``SandboxLost`` and what it means."""
+"""Meaning of each ``reason`` of ``SandboxLost``."""
 
 
 class SandboxLost(SandboxError):
     """The sandbox is gone. ``details``: ``reason`` (one of ``LOSS_REASONS``), and where known ``exit_code``,
-    ``log_tail``, ``stdout``, ``stderr``. A call in flight may have had effects."""
+    ``log_tail``, ``stdout``, ``stderr``. A call in progress may have had effects."""
 
     retryable = True
     side_effects = "maybe"
@@ -160,7 +165,7 @@ class ExecTimeout(SandboxError):
 
 
 class ExecFailed(SandboxError):
-    """A command ended with another exit code than 0 and ``check=True``. ``details``: ``result``."""
+    """A command ended with a nonzero exit code and ``check=True``. ``details``: ``result``."""
 
     side_effects = "done"
 
@@ -170,13 +175,13 @@ class CommandNotFound(SandboxError):
 
 
 class ResourcesExhausted(SandboxError):
-    """The sandbox has no process, memory or open file left to start something with; nothing ran."""
+    """The sandbox has no process, memory or open file left to start a program; nothing ran."""
 
     retryable = True
 
 
 class PathError(SandboxError):
-    """A path in a sandbox is missing, of the wrong kind, not permitted, or leads out of where it may."""
+    """A path in a sandbox is missing, of the wrong kind, not permitted, or outside the allowed folders."""
 
 
 class FileTooLarge(SandboxError):
@@ -184,23 +189,23 @@ class FileTooLarge(SandboxError):
 
 
 class DiskFull(SandboxError):
-    """A write met the end of the sandbox's disk or of its quota."""
+    """A write exceeded the sandbox's disk or its quota."""
 
     side_effects = "maybe"
 
 
 class ProtocolError(SandboxError):
-    """The other side of a connection sent what the protocol forbids; the connection is dropped."""
+    """The peer of a connection violated the protocol; the connection is dropped."""
 
     side_effects = "maybe"
 
 
 class InvalidTransition(SandboxError):
-    """The call is not possible in the sandbox's present state (exec on a paused one, resume on a running one, …)."""
+    """The call is not possible in the sandbox's current state (exec on a paused one, resume on a running one, …)."""
 
 
 class UnsupportedFeature(SandboxError):
-    """The back end cannot give what the specification or the call asks for; nothing weaker is put in its place."""
+    """The back end does not support what the specification or the call asks for."""
 
 
 class PoolExhausted(SandboxError):
@@ -213,15 +218,15 @@ class PoolClosed(SandboxError):
     """The pool is closing or closed."""
 
 
-class LeaseExpired(SandboxError):
-    """The sandbox outlived its time to live, or its owner's lease ran out."""
+class SandboxExpired(SandboxError):
+    """The sandbox outlived its time to live, or its owner's heartbeat stopped."""
 
 
 class QuotaExceeded(SandboxError):
-    """A limit of a sandbox server (sandboxes, body size, concurrency) is reached."""
+    """A limit of a sandbox server (sandboxes, body size, concurrency) was reached."""
 
     retryable = True
 
 
 class AccessDenied(SandboxError):
-    """A sandbox server refuses the token, or what the request asks for is not on its allow-list."""
+    """A sandbox server refuses the token, or its policy does not allow the request."""

@@ -1,8 +1,8 @@
-"""Makes every registered name reachable as ``gymnasium.make("agentkit:agentkit/<name>")``.
+"""Make every registered name available as ``gymnasium.make("agentkit:agentkit/<name>")``.
 
-Invariant: gymnasium knows our names whenever both packages are imported, in whichever order, and neither importing nor
-listing them loads an environment. gymnasium imports the module named before the colon; since `import agentkit` must
-stay cheap, it does not import gymnasium but waits for it.
+Invariant: the names are registered as soon as both packages are imported, in either order, and no environment is
+loaded. gymnasium imports the module before the colon. ``import agentkit`` must be fast, so it does not import
+gymnasium; it registers the names when gymnasium is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMESPACE = "agentkit"
 
 
 class _AfterGymnasium(importlib.abc.MetaPathFinder):
-    """Watches for the import of gymnasium, steps aside, and calls ``sync`` once it is complete."""
+    """Call ``sync`` after the import of gymnasium."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -41,7 +41,7 @@ class _AfterGymnasium(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Tell gymnasium our names, now or as soon as it is imported."""
+    """Register our names in gymnasium, now or as soon as it is imported."""
     if "gymnasium" in sys.modules:
         sync()
     elif not any(isinstance(finder, _AfterGymnasium) for finder in sys.meta_path):
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def sync() -> None:
-    """Register those of our names that gymnasium lacks; does nothing while gymnasium is not imported."""
+    """Register names that gymnasium does not have yet; do nothing if gymnasium is not imported."""
     if "gymnasium.envs.registration" not in sys.modules:
         return
     from gymnasium.envs.registration import registry as theirs

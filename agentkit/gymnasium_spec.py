@@ -1,6 +1,6 @@
 """A gymnasium spec that loads its environment only when gymnasium makes it.
 
-Invariant: reading ``id`` loads nothing; ``entry_point``, ``max_episode_steps`` and the other fields are asked of the
+Invariant: reading ``id`` loads nothing; ``entry_point``, ``max_episode_steps`` and the other fields are read from the
 environment's class when they are first needed.
 """
 
@@ -12,10 +12,10 @@ from gymnasium.envs.registration import EnvSpec
 
 from agentkit import registry
 
-if TYPE_CHECKING:  # at run time this module may be imported by the import of gymnasium that envs.base begins with
+if TYPE_CHECKING:  # at run time, envs.base imports gymnasium, which may import this module
     from agentkit.envs.base import AsyncTextEnv, TextEnv
 
-BLOCKING = "agentkit.envs.blocking:BlockingTextEnv"
+_MAKE_SYNC = "agentkit.envs.sync:make_sync"
 
 
 def _load(self: EnvSpec) -> tuple[type[TextEnv] | type[AsyncTextEnv], dict[str, Any]]:
@@ -26,7 +26,7 @@ def _load(self: EnvSpec) -> tuple[type[TextEnv] | type[AsyncTextEnv], dict[str, 
 
 def _entry_point(self: EnvSpec) -> str | type[Any]:
     cls, _ = _load(self)
-    return BLOCKING if _is_asynchronous(cls) else _address(cls)
+    return _MAKE_SYNC if _is_asynchronous(cls) else _address(cls)
 
 
 def _kwargs(self: EnvSpec) -> dict[str, Any]:
@@ -41,19 +41,19 @@ def _is_asynchronous(cls: type[Any]) -> bool:
 
 
 def _address(cls: type[Any]) -> str | type[Any]:
-    """The class as text where it can be imported by name, so that gymnasium can serialise the spec."""
+    """Return the class, as text if it can be imported by name, so that gymnasium can serialise the spec."""
     return cls if "." in cls.__qualname__ else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _lazy(read: Any) -> Any:
-    # EnvSpec is a dataclass that assigns every field once; the assignment is ignored, since the class knows better.
+    # The dataclass EnvSpec assigns every field once. The assignment is ignored, since the value comes from the class.
     return property(read, lambda self, value: None)
 
 
 class LazySpec(EnvSpec):
     """``EnvSpec`` of one registered name; a gymnasium step is one action, so the limit is turns times actions.
 
-    An asynchronous environment is made within one that waits for it.
+    An asynchronous environment is wrapped in a synchronous one.
     """
 
     entry_point = _lazy(_entry_point)

@@ -1,7 +1,7 @@
-"""Files of one JSON object a line, which survive a writer that is killed in the middle of one.
+"""JSON Lines files that survive a writer killed in the middle of a line.
 
-Invariant: every complete line is valid JSON (non-finite numbers stand as null); a torn last line is no record: readers
-skip it, and the next writer removes it.
+Invariant: every complete line is valid JSON (non-finite numbers are written as null). Readers skip an incomplete last
+line, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentkit.run_directory import write_atomically
+from agentkit.atomic_file import write_atomically
 
 
 class JsonlWriter:
-    """Appends lines to ``path``; each is handed to the operating system at once."""
+    """Append lines to ``path``, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,11 +27,11 @@ class JsonlWriter:
         self._file.write(json.dumps(_finite(record), allow_nan=False, default=str).encode() + b"\n")
 
     def sync(self) -> None:
-        """Returns when what was written is on disk."""
+        """Wait until everything written is on disk."""
         os.fsync(self._file.fileno())
 
     def keep(self, condition: Callable[[dict[str, Any]], bool]) -> int:
-        """Remove the records that do not meet ``condition``, at one stroke; returns how many."""
+        """Atomically remove the records that do not meet ``condition``, and return their number."""
         kept, removed = [], 0
         for record in read_jsonl(self._path):
             if condition(record):
@@ -39,7 +39,7 @@ class JsonlWriter:
             else:
                 removed += 1
         self._file.close()
-        write_atomically(self._path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept), durable=True)
         self._file = self._open()
         return removed
 
@@ -54,7 +54,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, in order; nothing when it does not exist yet."""
+    """Yield the records of a file in order; none if it does not exist."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:

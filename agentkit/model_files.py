@@ -1,6 +1,6 @@
-"""What lies behind a model's path, found out from the files alone.
+"""Check the files of a model.
 
-Invariant: nothing is loaded or downloaded, and torch is not imported.
+Invariant: no model is loaded or downloaded, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def model_directory(path: Path) -> Path | None:
-    """Where the model of ``path`` lies: itself, or the newest export of a run; None where there is none."""
+    """Return the model directory at ``path``: ``path`` itself, or the newest export of a run; None if there is none."""
     if (path / "config.json").is_file():
         return path
     exports = [*path.glob("model/config.json"), *path.glob("checkpoints/*/model/config.json")]
@@ -26,16 +26,21 @@ def model_directory(path: Path) -> Path | None:
 
 
 def locate(path: str, key: str = "model.path") -> str:
-    """The name that transformers loads: a directory that holds a model, or a hub name as it is.
+    """Return the name to pass to transformers: a model directory, or a hub name unchanged.
 
-    Raises ``ConfigError``, which names ``key``, for a path that is neither.
+    Args:
+        path: model directory, run directory or hub name.
+        key: setting that errors name.
+
+    Raises:
+        ConfigError: ``path`` is a directory without a model, or does not exist.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
         found = model_directory(directory)
         if found is None:
             raise ConfigError(
-                f"{key}={path!r} is a directory without a model: it holds neither config.json nor model/ nor "
+                f"{key}={path!r} is a directory without a model: it contains neither config.json nor model/ nor "
                 "checkpoints/*/model/; name a Hugging Face model directory, or a run that has saved a checkpoint"
             )
         return str(found)
@@ -45,9 +50,12 @@ def locate(path: str, key: str = "model.path") -> str:
 
 
 def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
-    """Why the model of ``path`` cannot be used, one sentence each, as far as its files tell; of a hub name, nothing.
+    """Yield reasons why the model at ``path`` cannot be used, one sentence each, according to its files.
 
-    ``chat``: it is the policy, which needs a tokenizer and a chat template.
+    Args:
+        path: as in ``locate``; a hub name is not checked.
+        key: setting that the sentences name.
+        chat: whether it is the policy, which needs a tokenizer and a chat template.
     """
     if path == QUICKSTART:
         return
@@ -60,13 +68,13 @@ def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
         return
     settings = _json(directory / "config.json")
     if "model_type" not in settings:
-        yield f"{key}={path!r}: {directory / 'config.json'} names no model_type; transformers does not load it"
+        yield f"{key}={path!r}: {directory / 'config.json'} names no model_type; transformers cannot load it"
     if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
         yield f"{key}={path!r}: {directory} holds no weights ({', '.join(_WEIGHTS)}); copy or download them"
     if not chat:
         return
     if not any((directory / name).is_file() for name in _TOKENIZERS):
-        yield f"{key}={path!r}: {directory} holds no tokenizer; save it there by `tokenizer.save_pretrained`"
+        yield f"{key}={path!r}: {directory} holds no tokenizer; save it there with `tokenizer.save_pretrained`"
     elif not _has_chat_template(directory):
         yield (
             f"{key}={path!r}: {directory} holds no chat template, which turns observations into prompts; add "
@@ -75,7 +83,7 @@ def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path``, as ``locate`` accepts it, stands for a model of the hub."""
+    """Return whether ``path``, as accepted by ``locate``, names a model of the hub."""
     return path != QUICKSTART and not Path(path).expanduser().is_dir()
 
 

@@ -1,8 +1,8 @@
-"""Any OpenAI-compatible server as a policy to be evaluated: chat messages in, text out.
+"""Client of OpenAI-compatible chat endpoints, for evaluation.
 
-Invariant: every call ends, with a reply or with an ``EngineError`` that says what the server said; what may pass by
-itself (a busy or restarting server, a lost connection) is tried again with growing pauses, what will not is not.
-An endpoint gives neither token ids nor versions of its weights, so that it can be measured but never trained on.
+Invariant: every call ends with a reply or an ``EngineError`` that quotes the server. Temporary failures (a busy or
+restarting server, a lost connection) are retried with growing pauses; others are not. An endpoint returns no token ids
+and no versions of its weights, so its episodes cannot be used for training.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from agentkit.errors import EngineError
 from agentkit.types import Message
 
 API_KEY = "OPENAI_API_KEY"
-"""Environment variable of the key, sent to the endpoint that the user named and nowhere else."""
+"""Environment variable of the key. It is sent only to the endpoint that the user named."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_PAUSE_S = 60.0
 
 
 class ContextExceeded(EngineError):
-    """The conversation and the answer asked for do not fit into the endpoint's context."""
+    """The conversation and ``max_tokens`` exceed the endpoint's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """One answer, with the server's own count of tokens (0 where it does not tell)."""
+    """One reply, with the token counts of the server (0 if it reports none)."""
 
     text: str
     finish_reason: str
@@ -53,9 +53,19 @@ class ChatEndpoint:
         first_pause_s: float = 0.5,
         connections: int = 64,
     ) -> None:
-        """``timeout_s`` bounds one attempt; ``first_pause_s`` doubles with each further one, up to a minute.
+        """Create a client; it connects with the first request.
 
-        ``api_key`` is read from the environment (``OPENAI_API_KEY``) when it is None; local servers need none.
+        Args:
+            url: base URL of the API, such as ``http://localhost:8000/v1``.
+            model: name of the model at the endpoint.
+            api_key: key; None reads ``OPENAI_API_KEY``. Local servers need none.
+            timeout_s: seconds for one attempt.
+            retries: attempts after the first one.
+            first_pause_s: seconds before the second attempt; doubled with each further one, up to a minute.
+            connections: maximum number of open connections.
+
+        Raises:
+            EngineError: ``url`` is not an HTTP URL.
         """
         self.url = base_url(url)
         self.model = model
@@ -80,7 +90,7 @@ class ChatEndpoint:
     async def chat(
         self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None = None
     ) -> ChatReply:
-        """The answer to ``messages``. Raises ``ContextExceeded`` or another ``EngineError``."""
+        """Return the model's reply to ``messages``. Raises ``ContextExceeded`` or another ``EngineError``."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [asdict(message) for message in messages],
@@ -91,7 +101,7 @@ class ChatEndpoint:
             body["seed"] = seed
         answer = await self._post(body)
         if answer.status_code == 400 and "max_completion_tokens" in answer.text and "max_tokens" in body:
-            # Newer servers of OpenAI's renamed the limit and refuse the old name, which most other servers know only.
+            # Newer OpenAI models refuse ``max_tokens``; most other servers know only that name.
             self._limit_name = "max_completion_tokens"
             body[self._limit_name] = body.pop("max_tokens")
             answer = await self._post(body)
@@ -100,7 +110,7 @@ class ChatEndpoint:
         return self._read(answer)
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        """One request with its retries; the answer may still be a refusal."""
+        """Send a request, with retries. The response may have an error status."""
         for attempt in range(self._retries + 1):
             try:
                 answer = await self._client.post(f"{self.url}/chat/completions", json=body)
@@ -119,22 +129,22 @@ class ChatEndpoint:
         raise AssertionError("unreachable")
 
     def _pause(self, attempt: int, retry_after: str | None) -> float:
-        """Seconds until the next attempt: what the server asks for, else doubling, with jitter against stampedes."""
+        """Return seconds until the next attempt: the server's ``Retry-After``, else doubling with jitter."""
         if retry_after is not None and retry_after.strip().isdigit():
             return min(float(retry_after), MAX_PAUSE_S)
         return min(self._first_pause_s * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
 
     def _refused(self, answer: httpx.Response) -> EngineError:
-        said = _message(answer)
-        if answer.status_code in (400, 413, 422) and _is_about_context(said):
-            return ContextExceeded(f"{self.model} at {self.url}: {said}")
+        message = _message(answer)
+        if answer.status_code in (400, 413, 422) and _is_about_context(message):
+            return ContextExceeded(f"{self.model} at {self.url}: {message}")
         remedy = {
             401: f"set {API_KEY} to a valid key",
             403: f"set {API_KEY} to a key that may use this model",
             404: "check the URL (it usually ends in /v1) and the model's name",
             429: "the server stayed over its limit: play fewer episodes at once with a smaller engine.max_batch",
         }.get(answer.status_code, "see the server's own log")
-        return EngineError(f"{self.model} at {self.url} refused with status {answer.status_code} ({said}): {remedy}")
+        return EngineError(f"{self.model} at {self.url} refused with status {answer.status_code} ({message}): {remedy}")
 
     def _read(self, answer: httpx.Response) -> ChatReply:
         try:
@@ -158,9 +168,9 @@ def base_url(url: str) -> str:
     try:
         parsed = httpx.URL(url.strip())
     except httpx.InvalidURL as error:
-        raise EngineError(f"the endpoint {url!r} is no URL ({error})") from error
+        raise EngineError(f"the endpoint {url!r} is not a URL ({error})") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise EngineError(f"the endpoint {url!r} is no HTTP URL: write it like http://localhost:8000/v1")
+        raise EngineError(f"the endpoint {url!r} is not an HTTP URL; write it like http://localhost:8000/v1")
     text = str(parsed).rstrip("/").removesuffix("/chat/completions")
     return text if parsed.path.strip("/") else f"{text}/v1"
 
@@ -169,12 +179,12 @@ def _message(answer: httpx.Response) -> str:
     """What a refusal says, in one line: the protocol's ``error.message`` where there is one, else the body."""
     try:
         error = answer.json()["error"]
-        said = error["message"] if isinstance(error, dict) else error
+        text = error["message"] if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError):
-        said = answer.text
-    return " ".join(str(said).split())[:500]
+        text = answer.text
+    return " ".join(str(text).split())[:500]
 
 
-def _is_about_context(said: str) -> bool:
-    text = said.lower()
+def _is_about_context(message: str) -> bool:
+    text = message.lower()
     return "context" in text and any(word in text for word in ("length", "token", "window", "exceed"))

@@ -1,7 +1,7 @@
-"""What long work is under way, for a command to show.
+"""Progress of long work, and its display.
 
-Code that may run for more than a few seconds enters ``work(...)`` and counts what is done. That shows nothing. A
-command asks ``describe()`` for one line of text whenever it wants to show something. Any thread may do either.
+Code that may run for more than a few seconds enters ``work(...)`` and counts what is done. A command calls
+``describe()`` whenever it wants to display a line. Both may be used from any thread.
 
 Invariant: work that was entered is left, also by an exception, and reporting never makes the work fail.
 """
@@ -10,13 +10,41 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from agentkit.config import RunConfig
 
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
+class View(Protocol):
+    """A display of a run. Each method returns at once; the run does not depend on what it does."""
+
+    def start(self, config: RunConfig) -> None:
+        """Show the beginning of a run of ``config.steps`` training steps."""
+        ...
+
+    def stage(self, name: str) -> None:
+        """Show that a stage begins: ``starting``, ``imitation``, ``training`` or ``evaluation``."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished training step; ``step`` counts from 1."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+        ...
+
+    def stop(self) -> None:
+        """Restore the terminal. Idempotent."""
+        ...
+
+
 class Work:
-    """One piece of work: how much of ``total`` is done, in ``unit`` (``B`` is shown as KiB, MiB or GiB)."""
+    """Counter of one piece of work: ``done`` of ``total``, in ``unit`` (``B`` is shown as KiB, MiB or GiB)."""
 
     def __init__(self, label: str, total: int | None, unit: str, detail: Callable[[], str] | None) -> None:
         self.label = label
@@ -27,15 +55,15 @@ class Work:
         self._began = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """Count ``count`` more as done."""
+        """Add ``count`` to the work done."""
         self.done += count
 
     def reached(self, done: int, total: int | None) -> None:
-        """So much of so much is done."""
+        """Set the work done and its total."""
         self.done, self.total = done, total
 
     def describe(self) -> str:
-        """For example ``evaluation 34/128 · success 41 % · 25 s · 70 s left``."""
+        """Return a line such as ``evaluation 34/128 · success 41 % · 25 s · 70 s left``."""
         done, total, seconds = self.done, self.total, time.monotonic() - self._began
         parts = [f"{self.label} {self._amount(done, total)}".rstrip()]
         if self._detail is not None:
@@ -63,13 +91,14 @@ _active: list[Work] = []
 def work(
     label: str, total: int | None = None, *, unit: str = "", detail: Callable[[], str] | None = None
 ) -> Iterator[Work]:
-    """Work that is under way until the block ends.
+    """Report work in progress until the block ends.
 
     Args:
-        label: what is done, such as ``evaluation``.
-        total: how much there is to do, where known.
-        unit: of ``total``; ``B`` for bytes.
-        detail: called whenever a line is shown, perhaps from another thread, for more to say. It must not raise.
+        label: name of the work, such as ``evaluation``.
+        total: amount of work, if known.
+        unit: unit of ``total``; ``B`` for bytes.
+        detail: returns further text; called whenever a line is displayed, possibly from another thread. It must not
+            raise.
     """
     entered = Work(label, total, unit, detail)
     _active.append(entered)
@@ -80,12 +109,12 @@ def work(
 
 
 def describe() -> str:
-    """One line about all work that is under way, the outermost first; empty if there is none."""
+    """Return one line about all work in progress, outermost first; empty if there is none."""
     return "; ".join(each.describe() for each in tuple(_active))
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3:07` or `2:03:07`."""
+    """Format a duration as `42 s`, `3:07` or `2:03:07`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

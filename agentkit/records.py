@@ -1,9 +1,9 @@
-"""The episodes of a run: one SQLite file that holds every trajectory, to write and to read back.
+"""The episodes of a run in one SQLite file.
 
-Invariant: a row's columns are those of its trajectory, which is stored whole (``agentkit.codec``) and reads back
-exactly. ``step`` is the training step in which the episode ended; a roll-back to step s leaves the rows with step ≤ s.
+Invariant: the columns of a row repeat fields of its trajectory, which is stored completely (``agentkit.codec``).
+``step`` is the training step in which the episode ended; a roll-back to step s keeps the rows with step ≤ s.
 
-The table is made for questions by SQL as well: ``sqlite3 episodes.sqlite "select step, avg(success) from episodes
+The table can also be queried with SQL: ``sqlite3 episodes.sqlite "select step, avg(success) from episodes
 where ending = 'trained' group by step"``.
 """
 
@@ -53,16 +53,16 @@ _COLUMNS = (
 _BUSY_TIMEOUT_S = 30.0
 
 EVALUATION = "eval"
-"""The ending of every episode of an evaluation. Other endings are those of the rollout loop."""
+"""Ending of evaluation episodes. The rollout loop defines the other endings."""
 
 Order = Literal["recorded", "reward", "turns", "tokens", "duration"]
-"""What a list of episodes can be sorted by."""
+"""Sort key of a list of episodes."""
 _ORDER_COLUMNS: dict[Order, str] = {"recorded": "id", "duration": "duration_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """What a list of episodes shows; fields as in ``Trajectory``, ``ending`` as the rollout loop said."""
+    """Summary of an episode; fields as in ``Trajectory``, with ``step`` and ``ending`` of the rollout loop."""
 
     id: int
     step: int
@@ -85,7 +85,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which episodes to list: those that fit every field that is not None."""
+    """Condition on episodes: all fields that are not None must match."""
 
     ending: str | None = None
     step: int | None = None
@@ -93,12 +93,12 @@ class Filter:
     outcome: str | None = None
     """``terminated``, ``truncated`` or ``voided``."""
     error: str | None = None
-    """Part of the message of the environment's error, in any case; an empty text fits every error."""
+    """Part of the environment's error message, ignoring case; an empty text matches every error."""
     min_reward: float | None = None
     max_reward: float | None = None
 
     def condition(self) -> tuple[str, list[str | int | float]]:
-        """An SQL condition, and the values of its parameters."""
+        """Return an SQL condition and the values of its parameters."""
         terms: dict[str, str | int | float | None] = {
             "ending = ?": self.ending,
             "step = ?": self.step,
@@ -114,7 +114,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class PendingEpisode:
-    """An episode on its way to the file."""
+    """An episode to be written."""
 
     step: int
     trajectory: Trajectory
@@ -123,7 +123,7 @@ class PendingEpisode:
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The file with its table, in WAL mode, so that readers never wait for the run. Raises ``RunDirectoryError``."""
+    """Open or create the file, in WAL mode: readers never wait for the run. Raises ``RunDirectoryError``."""
     try:
         connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.execute("pragma journal_mode = wal")
@@ -179,12 +179,12 @@ def _values(episode: PendingEpisode) -> tuple:
 
 
 def delete_after(connection: sqlite3.Connection, step: int) -> int:
-    """Remove the episodes of later steps; returns how many."""
+    """Remove the episodes of later steps, and return their number."""
     return connection.execute("delete from episodes where step > ?", (step,)).rowcount
 
 
 def delete_evaluation(connection: sqlite3.Connection, step: int) -> int:
-    """Remove the evaluation episodes of one step; returns how many."""
+    """Remove the evaluation episodes of one step, and return their number."""
     return connection.execute("delete from episodes where step = ? and ending = ?", (step, EVALUATION)).rowcount
 
 
@@ -196,13 +196,21 @@ def list_episodes(
     reverse: bool = False,
     last: int | None = None,
 ) -> list[EpisodeRow]:
-    """Rows that fit ``wanted``, in ascending order unless ``reverse``; only the ``last`` ones of them where asked.
+    """Return the episodes that match a filter.
 
-    Raises ``RunDirectoryError`` when there is no such file, or it cannot be read.
+    Args:
+        path: the episodes file.
+        wanted: the filter; None matches all.
+        order: sort key.
+        reverse: sort in descending order.
+        last: return only this many rows from the end; None returns all.
+
+    Raises:
+        RunDirectoryError: the file does not exist or cannot be read.
     """
     condition, values = (wanted or Filter()).condition()
     column = _ORDER_COLUMNS.get(order, order)
-    way = "asc" if reverse else "desc"  # the last ones are the first ones of the opposite order
+    way = "asc" if reverse else "desc"  # the last rows are the first rows in opposite order
     query = f"select {_COLUMNS} from episodes where {condition} order by {column} {way}, id {way} limit ?"
     with _reading(path) as connection:
         rows = connection.execute(query, (*values, -1 if last is None else last)).fetchall()
@@ -210,19 +218,19 @@ def list_episodes(
 
 
 def read_episode(path: Path, episode_id: int) -> tuple[EpisodeRow, Trajectory]:
-    """One episode, whole. Raises ``RunDirectoryError`` when the file has no such episode."""
+    """Return one complete episode. Raises ``RunDirectoryError`` if the file does not contain it."""
     with _reading(path) as connection:
         query = f"select {_COLUMNS}, trajectory from episodes where id = ?"
         row = connection.execute(query, (episode_id,)).fetchone()
         if row is None:
             first, last = connection.execute("select min(id), max(id) from episodes").fetchone()
-            there = "it holds none yet" if first is None else f"it holds {first} to {last}"
+            there = "it contains none yet" if first is None else f"it contains {first} to {last}"
             raise RunDirectoryError(f"{path} has no episode {episode_id}; {there}")
     return _row(row[:-1]), decode_trajectory(row[-1])
 
 
 def iterate_trajectories(path: Path, *, ending: str | None = None) -> Iterator[tuple[EpisodeRow, Trajectory]]:
-    """Every episode, whole, one at a time in the order of recording."""
+    """Yield all complete episodes, in the order of recording."""
     for row in list_episodes(path, Filter(ending=ending)):
         yield read_episode(path, row.id)
 

@@ -1,8 +1,8 @@
-"""Which environments exist, under which names, and how to make one.
+"""The registry of environments.
 
-Invariant: explicit ``register()`` > built-in > third-party entry point. Knowing that a name exists never runs the code
-behind it: only ``env_class``, ``make`` and ``Entry.load`` import an environment, and one that does not load spoils its
-own name alone.
+Invariant: precedence is explicit ``register()``, then built-in, then third-party entry point. Listing names runs no
+code of environments: only ``env_class``, ``make`` and ``Entry.load`` import one, and an environment that does not load
+affects no other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ EntryPoint = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """How to make an environment: a class, and arguments that the name stands for."""
+    """Definition of an environment: its class and preset arguments.
+
+    Attributes:
+        entry_point: ``"package.module:Class"``, or the class.
+        kwargs: arguments of the class; arguments of ``make`` override them.
+    """
 
     entry_point: EntryPoint
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -50,11 +55,11 @@ class Entry:
     spec: EnvSpec
     source: Source
     distribution: str | None = None
-    """Name and version of the distribution that brought it; None for explicit registrations."""
+    """Name and version of its distribution; None for explicit registrations."""
     refusal: str | None = None
-    """Why the name is not to be used at all: it is malformed, or claimed twice."""
+    """Why the name cannot be used: it is malformed, or two distributions claim it."""
     error: str | None = None
-    """Why it did not load, when that was last tried."""
+    """Error of the last attempt to load it."""
 
     @property
     def target(self) -> str:
@@ -63,17 +68,17 @@ class Entry:
         return point if isinstance(point, str) else f"{point.__module__}:{point.__qualname__}"
 
     def diagnose(self) -> str | None:
-        """Why it cannot be made, as far as can be told without importing it; None if nothing is known against it."""
+        """Return why it cannot be made, without importing it; None if no problem is known."""
         from agentkit.entry_points import diagnose
 
         point = self.spec.entry_point
         return self.refusal or self.error or (diagnose(point) if isinstance(point, str) else None)
 
     def load(self) -> EnvSpec:
-        """Import the environment; returns a spec whose entry point is the class.
+        """Import the environment, and return a spec whose entry point is the class.
 
         Raises:
-            RegistryError: it does not import, or is no environment. The reason is kept in ``error``.
+            RegistryError: it cannot be imported, or is not an environment. ``error`` keeps the reason.
         """
         if self.refusal is not None:
             raise RegistryError(f"environment {self.id!r} cannot be made: {self.refusal}")
@@ -95,15 +100,15 @@ _lock = threading.RLock()
 
 
 def register(id: str, entry_point: EntryPoint, **kwargs: Any) -> None:
-    """Give an environment a name, in this process.
+    """Register an environment in this process.
 
     Args:
-        id: ``Name-vN``.
+        id: its name, of the form ``Name-vN``.
         entry_point: ``"package.module:Class"`` (imported on first use) or the class itself.
-        kwargs: arguments that the name stands for; ``make`` may override them.
+        kwargs: preset arguments of the environment; arguments of ``make`` override them.
 
     Raises:
-        RegistryError: the name is malformed, or registered already with something else.
+        RegistryError: the name is malformed, or already registered with another definition.
     """
     if not _NAME.fullmatch(id):
         raise RegistryError(
@@ -123,7 +128,7 @@ def register(id: str, entry_point: EntryPoint, **kwargs: Any) -> None:
 
 
 def installed() -> dict[str, Entry]:
-    """The names that installed distributions declare, read once; imports none of their code."""
+    """Return the environments declared by installed distributions. Reads them once, and imports no code of theirs."""
     global _installed
     with _lock:
         if _installed is None:
@@ -132,7 +137,7 @@ def installed() -> dict[str, Entry]:
 
 
 def collect(points: importlib.metadata.EntryPoints | list[importlib.metadata.EntryPoint]) -> dict[str, Entry]:
-    """Decide which entry point a name belongs to: a built-in one wins (with a warning), two plugins spoil it."""
+    """Resolve conflicts of names: built-in ones win with a warning; a name claimed by two plugins is refused."""
     entries: dict[str, Entry] = {}
     described = [(point, point.dist.name if point.dist is not None else "?") for point in points]
     for point, name in sorted(described, key=lambda pair: pair[1] != DISTRIBUTION):
@@ -155,15 +160,15 @@ def collect(points: importlib.metadata.EntryPoints | list[importlib.metadata.Ent
 
 
 def list_envs() -> list[Entry]:
-    """Every known name, sorted; imports no environment."""
+    """Return all registered environments, sorted by name; imports none of them."""
     return sorted({**installed(), **_explicit}.values(), key=lambda entry: entry.id)
 
 
 def entry(id: str) -> Entry:
-    """The entry of a name.
+    """Return the entry of a name.
 
     Raises:
-        RegistryError: nobody knows the name; the message says what is near it.
+        RegistryError: the name is unknown; the message suggests similar ones.
     """
     found = _explicit.get(id) or installed().get(id)
     if found is not None:
@@ -176,10 +181,13 @@ def entry(id: str) -> Entry:
 
 
 def env_class(id: str) -> type[Any]:
-    """The class behind a name, imported now; a ``TextEnv`` or an ``AsyncTextEnv``.
+    """Import and return the class of an environment, a subclass of ``TextEnv`` or ``AsyncTextEnv``.
+
+    Args:
+        id: a registered name.
 
     Raises:
-        RegistryError: the name is unknown, or what it names does not load.
+        RegistryError: the name is unknown, or the environment does not load.
     """
     return entry(id).load().entry_point  # pyright: ignore[reportReturnType]
 
@@ -191,25 +199,31 @@ def make(
     sandbox_spec: SandboxSpec | Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Make an environment, without any wrapper.
+    """Make an environment, without wrappers.
 
     Args:
-        id: a registered name.
-        sandbox: run it inside a sandbox: ``"docker"``, ``"local"``, the name of another back end, a back end that is
-            started, or a ``SandboxSpec`` (for docker). Its code is then not imported here. None: in this process. Some
-            (CodeContest, SWEBench) hold hidden tests: they stay here, and what they run goes into such sandboxes.
-        sandbox_spec: fields of the sandbox's specification, instead of the defaults.
+        id: a registered name, such as ``"FrozenLake-v1"``.
+        sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, the name of another
+            back end, a started back end, or a ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported
+            here. Environments with hidden tests (CodeContest, SWEBench) stay in this process, and run the policy's
+            programs in such sandboxes.
+        sandbox_spec: fields of the sandbox's specification that differ from the defaults.
         kwargs: arguments of the environment; plain data if it runs in a sandbox.
 
+    Returns:
+        A ``TextEnv``, or an ``AsyncTextEnv`` if the environment is asynchronous.
+
     Raises:
-        RegistryError: the name is unknown, what it names does not load, or it takes no such argument.
-        ConfigError, SandboxError, EnvError: there is no such sandbox, or the environment cannot be made in it.
+        RegistryError: the name is unknown, the environment does not load, or it has no such argument.
+        ConfigError: the arguments contradict each other.
+        SandboxError: the sandbox cannot be started.
+        EnvError: the environment cannot be made in the sandbox.
     """
     if sandbox is None and sandbox_spec is not None:
-        raise ConfigError("sandbox_spec describes a sandbox and there is none: give sandbox='docker', say")
+        raise ConfigError("sandbox_spec needs a sandbox; add one, such as sandbox='docker'")
     here = arguments_here(id, kwargs, sandbox, sandbox_spec)
     if here is None:
-        from agentkit.envs.sandboxed import SandboxedTextEnv
+        from agentkit.envs.isolation.env import SandboxedTextEnv
 
         return SandboxedTextEnv(id, kwargs, sandbox=sandbox, sandbox_spec=sandbox_spec)
     spec = entry(id).load()
@@ -224,13 +238,13 @@ def arguments_here(
     sandbox: str | SandboxSpec | Backend | None,
     sandbox_spec: SandboxSpec | Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The arguments with which an environment is made in this process; None if it is put into ``sandbox`` as a whole.
+    """Return the arguments for making an environment in this process; None if it runs inside ``sandbox``.
 
-    One that makes sandboxes itself stays here, and is told to make them in ``sandbox``. A plugin's code is not imported
-    to find out: it is refused inside.
+    An environment that makes sandboxes itself stays in this process and makes them with the back end ``sandbox``. The
+    code of plugins is not imported to find out; they always run inside.
 
     Raises:
-        ConfigError: such an environment is told two back ends, or given a specification, which it writes itself.
+        ConfigError: such an environment gets two back ends, or a specification, which it defines itself.
     """
     if sandbox is None:
         return dict(kwargs)
@@ -244,8 +258,8 @@ def arguments_here(
         return None
     if sandbox_spec or not isinstance(sandbox, str):
         raise ConfigError(
-            f"{id} makes its sandboxes itself, to its own specification: give sandbox the name of a back end, such as "
-            "'docker', and no sandbox_spec"
+            f"{id} makes its sandboxes itself, with its own specification; set sandbox to the name of a back end, such "
+            "as 'docker', and omit sandbox_spec"
         )
     if kwargs.get(name, sandbox) != sandbox:
         raise ConfigError(
@@ -255,7 +269,7 @@ def arguments_here(
 
 
 def check_arguments(id: str, factory: Any, arguments: dict[str, Any]) -> None:
-    """Raise ``RegistryError`` if ``factory`` takes no argument of one of these names."""
+    """Raise ``RegistryError`` if ``factory`` has no parameter with one of these names."""
     parameters = inspect.signature(factory).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -267,7 +281,7 @@ def check_arguments(id: str, factory: Any, arguments: dict[str, Any]) -> None:
 
 
 def _resolve(spec: EnvSpec) -> EnvSpec:
-    """Import until there is a class: strings are imported, functions are called for their spec."""
+    """Resolve an entry point to a class: import strings, and call functions that return a spec."""
     from agentkit.envs.base import AsyncTextEnv, TextEnv
 
     kwargs = dict(spec.kwargs)
@@ -276,7 +290,7 @@ def _resolve(spec: EnvSpec) -> EnvSpec:
         if isinstance(point, str):
             module, _, attribute = point.partition(":")
             if not attribute:
-                raise RegistryError(f"entry point {point!r} names no class; write package.module:Class")
+                raise RegistryError(f"entry point {point!r} has no class; write package.module:Class")
             point = importlib.import_module(module)
             for part in attribute.split("."):
                 point = getattr(point, part)

@@ -1,20 +1,19 @@
-"""A run's directory on disk: what it holds, and who may write to it.
+"""Run directories: layout, locking, and rules for resuming.
 
-Invariant: a directory holds one run, and one process at a time writes to it. Making a run where one is already is
-refused unless the run is resumed; resuming never changes what the run learns from, so that its records stay one story.
-A run that ended before its first checkpoint cannot be resumed: the next one takes its place, and its records are kept
-in a folder of their own.
+Invariant: a directory contains one run, and only one process at a time writes to it. A new run in the directory of
+another is refused; a resumed run keeps all settings that affect learning, so its records stay consistent. A run that
+ended before its first checkpoint cannot be resumed: the next run replaces it, and its records are moved to a subfolder.
 
 Layout::
 
     config.yaml        the resolved configuration
-    metrics.jsonl      one line a step
-    events.jsonl       one line for whatever happened besides (starts, failures, roll-backs)
+    metrics.jsonl      one line per step or evaluation
+    events.jsonl       one line per event (start, failure, roll-back, …)
     episodes.sqlite    every trajectory (see ``agentkit.records``)
-    checkpoints/       one folder a checkpoint
-    weights/           weights on their way from the learner to the engines
-    model/             the trained policy, as transformers loads it
-    tokenizer/         only of an evaluation (``agentkit eval --out``), which has no ``model``
+    checkpoints/       one folder per checkpoint
+    weights/           weights published by the learner to the engines
+    model/             the trained policy in the format of transformers
+    tokenizer/         only in evaluations (``agentkit eval --out``), which have no ``model``
     logs/              standard output of processes; files of TensorBoard and W&B
     failed-1/          configuration, records and logs of an attempt that ended before its first checkpoint
 """
@@ -23,24 +22,25 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from agentkit.atomic_file import write_atomically
 from agentkit.config import RunConfig
 from agentkit.config_io import dump_config, load_config
 from agentkit.errors import RunDirectoryError
 
 FROZEN_ON_RESUME = ("env", "model", "seed", "deterministic", "imitation", "critic", "algorithm.advantage")
-"""Settings that a resumed run keeps: changing one would make its records two different experiments."""
+"""Settings that cannot change when a run is resumed: its records would mix two experiments."""
 
 
 class RunDirectory:
-    """Paths of a run, and the lock that keeps a second process out. Use ``create``, ``resume`` or ``open``."""
+    """Paths of a run and its lock. Use ``create``, ``resume`` or ``open``."""
 
     def __init__(self, path: Path) -> None:
+        path = path.absolute()  # The caller may change the working directory.
         self.path = path
         self.config_file = path / "config.yaml"
         self.metrics_file = path / "metrics.jsonl"
@@ -51,33 +51,37 @@ class RunDirectory:
         self.model = path / "model"
         self.logs = path / "logs"
         self.set_aside: Path | None = None
-        """Where ``create`` put the records of a run that had no checkpoint."""
+        """Folder to which ``create`` moved the records of a run without a checkpoint."""
         self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make ``config.dir`` and lock it.
+        """Create and lock ``config.dir``. Records of a run without a checkpoint are moved to ``set_aside``.
 
-        The records of a run without a checkpoint are moved to ``set_aside``. Raises ``RunDirectoryError`` when the
-        directory is in use, or holds a run with a checkpoint, or anything else.
+        Raises:
+            RunDirectoryError: the directory is in use, contains a run with a checkpoint or other files, or cannot be
+                created.
         """
         directory = cls(config.dir)
         try:
-            if not directory.config_file.exists() and directory._holds_anything():
-                raise RunDirectoryError(f"{config.dir} is not empty and holds no run; choose another place by `dir=…`")
+            if not directory.config_file.exists() and directory._has_files():
+                raise RunDirectoryError(
+                    f"{config.dir} is not empty and not a run directory; choose another with `dir=…`"
+                )
             config.dir.mkdir(parents=True, exist_ok=True)
             directory._take_lock()
-            if directory.has_checkpoint():  # Not before the lock: another process may have made it meanwhile.
+            if directory.has_checkpoint():  # Check after locking: another process may have created it.
                 raise RunDirectoryError(
-                    f"{config.dir} holds a run already; go on with it by `agentkit run --resume {config.dir}`, "
-                    "start one beside it by `--again`, or choose another place by `dir=…`"
+                    f"{config.dir} already contains a run; continue it with `agentkit run --resume {config.dir}`, "
+                    'start another beside it with `--again` (in Python: resume=True or "auto"), or choose another '
+                    "directory with `dir=…`"
                 )
             directory._set_records_aside()
             directory._write_config(config)
             directory._make_folders()
         except OSError as error:
             directory.release()
-            raise RunDirectoryError(f"{config.dir} cannot be made ({error}); choose another place by `dir=…`") from None
+            raise RunDirectoryError(f"{config.dir} cannot be created ({error}); choose another with `dir=…`") from None
         except BaseException:
             directory.release()
             raise
@@ -85,14 +89,15 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """Lock the run at ``path`` to go on with it under ``config``, which is written to it.
+        """Lock the run at ``path`` to continue it with ``config``, and write ``config`` to it.
 
-        Raises ``RunDirectoryError`` when there is no run, another process works on it, or ``config`` changes one of
-        ``FROZEN_ON_RESUME``.
+        Raises:
+            RunDirectoryError: ``path`` is not a run directory, another process uses it, or ``config`` changes one of
+                ``FROZEN_ON_RESUME``.
         """
         directory = cls.open(path)
         if config.dir.resolve() != path.resolve():
-            raise RunDirectoryError(f"--resume {path} and dir={config.dir} are two places; leave out `dir`")
+            raise RunDirectoryError(f"--resume {path} and dir={config.dir} are different directories; omit `dir`")
         frozen = [
             f"{key}: {old!r} → {new!r}"
             for key, old, new in changes(directory.config(), config)
@@ -100,8 +105,8 @@ class RunDirectory:
         ]
         if frozen:
             raise RunDirectoryError(
-                f"{path} cannot go on with other settings than it began with ({'; '.join(frozen)}); "
-                "leave them out, or start a new run"
+                f"{path} cannot be resumed with other values of these settings ({'; '.join(frozen)}); "
+                "omit them, or start a new run"
             )
         directory._take_lock()
         directory._write_config(config)
@@ -110,34 +115,34 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run, to read. Raises ``RunDirectoryError`` when ``path`` holds none."""
+        """Open an existing run for reading. Raises ``RunDirectoryError`` if ``path`` is not a run directory."""
         directory = cls(Path(path))
         if not directory.config_file.is_file():
-            raise RunDirectoryError(f"{path} holds no run (it has no config.yaml); `agentkit run` makes one")
+            raise RunDirectoryError(f"{path} is not a run directory (no config.yaml); create one with `agentkit run`")
         return directory
 
     def config(self) -> RunConfig:
-        """The resolved configuration, with ``dir`` as where the run lies now (it may have been moved)."""
+        """Return the resolved configuration. Its ``dir`` is the current path (the directory may have been moved)."""
         return load_config(self.config_file).model_copy(update={"dir": self.path})
 
     def release(self) -> None:
-        """Let other processes write to the run again. Idempotent."""
+        """Unlock the run. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def has_checkpoint(self) -> bool:
-        """Whether the directory holds a run that can be resumed."""
+        """Return whether the directory contains a run that can be resumed."""
         return self.config_file.exists() and any(self.checkpoints.glob("step-*"))
 
-    def _holds_anything(self) -> bool:
-        # A process that was killed between its lock and its configuration leaves nothing else.
+    def _has_files(self) -> bool:
+        # A process killed between locking and writing its configuration leaves only these files.
         return self.path.exists() and any(
             not item.name.startswith((".lock", ".config.yaml")) for item in self.path.iterdir()
         )
 
     def _set_records_aside(self) -> None:
-        shutil.rmtree(self.checkpoints, ignore_errors=True)  # At most a half-written one.
+        shutil.rmtree(self.checkpoints, ignore_errors=True)  # Contains only incomplete ones.
         records = [self.metrics_file, self.events_file, *self.path.glob(f"{self.episodes_file.name}*"), self.logs]
         kept = [item for item in records if item.is_file() or (item.is_dir() and any(item.iterdir()))]
         if not kept:
@@ -145,7 +150,7 @@ class RunDirectory:
         names = (self.path / f"failed-{number}" for number in itertools.count(1))
         folder = next(name for name in names if not name.exists())
         folder.mkdir()
-        # A copy: without its configuration, the directory would not be taken for a run if this process died here.
+        # A copy: without a configuration this would not be a run directory if this process died here.
         shutil.copyfile(self.config_file, folder / self.config_file.name)
         for item in kept:
             item.rename(folder / item.name)
@@ -156,21 +161,21 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _take_lock(self) -> None:
-        # The kernel drops the lock with the process, however it dies.
+        # The kernel releases the lock when the process ends.
         lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise RunDirectoryError(f"{self.path} is in use by another process; wait for it or stop it") from None
+            raise RunDirectoryError(f"{self.path} is in use by another run; wait for it or stop it") from None
         self._lock = lock
 
     def _write_config(self, config: RunConfig) -> None:
-        write_atomically(self.config_file, dump_config(config).encode())
+        write_atomically(self.config_file, dump_config(config), durable=True)
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Dotted key, old and new value of every setting that differs, ``dir`` apart."""
+    """Return dotted key, old value and new value of all settings that differ, except ``dir``."""
     return [item for item in _differences(old.model_dump(), new.model_dump(), "") if item[0] != "dir"]
 
 
@@ -180,16 +185,3 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif old != new:
         yield key, old, new
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``: after a crash at any instant it holds all of the old or all of the new bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

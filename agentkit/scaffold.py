@@ -1,7 +1,7 @@
-"""Writes the package of a new environment.
+"""Templates for the package of a new environment.
 
-Invariant: what is written is complete: it installs, its test passes, `agentkit env check` accepts it and
-`agentkit run` trains on it, before anyone has changed a line. Nothing that exists is overwritten.
+Invariant: the written package is complete: it installs, its tests pass, `agentkit env check` accepts it and
+`agentkit run` trains on it. Existing files are not overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Package:
-    """What was written."""
+    """A written package."""
 
     directory: Path
     module: str
@@ -31,10 +31,17 @@ class Package:
 
 
 def write_package(name: str, into: Path) -> Package:
-    """Write the package ``name`` into a new folder of that name under ``into``.
+    """Write the package ``name`` to the new folder ``into / name``.
+
+    Args:
+        name: name of the package, such as ``my-env``.
+        into: existing parent folder.
+
+    Returns:
+        The folder, and the names of the module, the class and the environment.
 
     Raises:
-        ConfigError: the name is malformed or taken, or the folder exists.
+        ConfigError: the name is malformed or in use, or the folder exists.
     """
     package = _named(name, into)
     if package.directory.exists():
@@ -57,9 +64,11 @@ def write_package(name: str, into: Path) -> Package:
 
 
 def _named(name: str, into: Path) -> Package:
-    """Derive module, class and environment names, and see that none of them is taken."""
+    """Derive the names of module, class and environment, and check that none is in use."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no package name: use small letters, digits and single hyphens, as in my-env")
+        raise ConfigError(
+            f"{name!r} is not a package name: use lower-case letters, digits and single hyphens, as in my-env"
+        )
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
         raise ConfigError(f"{name!r} would hide Python's own {module!r}; choose another name")
@@ -88,7 +97,7 @@ dependencies = ["agentkit-rl>=@agentkit@"]
 [project.optional-dependencies]
 test = ["pytest"]
 
-# This line is what makes the environment known, once the package is installed.
+# This entry registers the environment when the package is installed.
 [project.entry-points."agentkit.envs"]
 "@env_id@" = "@module@.env:@class_name@"
 
@@ -97,7 +106,7 @@ packages = ["@module@"]
 """
 
 _ENV = '''\
-"""Guess a secret number: a small game to replace with your own."""
+"""Guess a secret number: an example to replace with your own environment."""
 
 from __future__ import annotations
 
@@ -108,10 +117,10 @@ from agentkit import Text, TextEnv
 
 
 class @class_name@(TextEnv):
-    """Find a number between 1 and ``largest``; every wrong guess is answered with Higher or Lower.
+    """Find a number between 1 and ``largest``; the answer to a wrong guess is Higher or Lower.
 
     Args:
-        largest: the largest number that may be secret.
+        largest: the largest possible secret number.
         render_mode: ``"ansi"`` or None.
     """
 
@@ -122,7 +131,7 @@ class @class_name@(TextEnv):
         "Action: the number alone, such as 7"
     )
     max_turns = 8
-    concurrency = "inline"  # steps return at once; "process" is for whatever might hang
+    concurrency = "inline"  # steps return at once; use "process" for code that may hang
 
     def __init__(self, *, largest: int = 9, render_mode: str | None = None) -> None:
         super().__init__(render_mode=render_mode)
@@ -134,7 +143,7 @@ class @class_name@(TextEnv):
         self._text = ""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        super().reset(seed=seed)  # seeds self.np_random, the only source of chance
+        super().reset(seed=seed)  # seeds self.np_random, the only source of randomness
         self._secret = int(self.np_random.integers(1, self.largest + 1))
         self._text = f"My number is between 1 and {self.largest}."
         return self._text, self._info(success=False, valid=True)
@@ -149,7 +158,7 @@ class @class_name@(TextEnv):
         return self._text, float(success), success, False, self._info(success=success, valid=True)
 
     def expert(self) -> Iterator[str]:
-        """The oracle, for imitation and as an upper bound: it knows the secret."""
+        """Yield a solution: the oracle for imitation, and an upper bound for policies."""
         yield str(self._secret)
 
     def render(self) -> Any:
@@ -172,13 +181,13 @@ from @module@.env import @class_name@ as @class_name@
 '''
 
 _TEST = '''\
-"""The environment keeps the contract of agentkit, and its game works."""
+"""The environment satisfies the contract of agentkit, and the game works."""
 
 import agentkit
 from agentkit.envs.check import check
 
 
-def test_keeps_the_contract():
+def test_satisfies_the_contract():
     failed = [result for result in check("@env_id@") if not result.passed]
     assert not failed, failed
 
@@ -207,10 +216,10 @@ _README = """\
 
 A text environment for agentkit, registered as `@env_id@`.
 
-    pip install -e .              # makes the name known
+    pip install -e .              # registers the environment
     agentkit env check @env_id@
     agentkit env play @env_id@
-    agentkit run train.yaml       # imitates the expert, then learns from its own play
+    agentkit run train.yaml       # imitation of the expert, then reinforcement learning
 
 The game is in `@module@/env.py`; `pytest` (`pip install -e .[test]`) runs its tests.
 """
@@ -228,7 +237,7 @@ rollout:
   groups: 8
   group_size: 8
 learner:
-  lr: 0.001 # for the small model that comes with agentkit; pretrained models need less, see the default
+  lr: 0.001 # for the built-in small model; pretrained models need less (see the default)
 evaluation:
   episodes: 64
 """

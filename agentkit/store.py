@@ -1,9 +1,8 @@
-"""The recorder: what a run measures and does, written down while it runs.
+"""The recorder of a run: metrics, episodes and events.
 
-Invariant: the caller does not wait for the disk. Records are handed to one writer thread in the order of the calls;
-``flush`` returns when everything handed over before it is on disk, so that a checkpoint never knows more than the
-records. What cannot be written is raised by the next call, never lost silently. A tracker that fails is given up and
-reported as an event; it never stops a run.
+Invariant: callers do not wait for the disk. One writer thread writes the records in the order of the calls; ``flush``
+returns when all earlier records are on disk, so a checkpoint is never newer than the records. A write error is raised
+by the next call. A tracker that fails is closed and reported as an event; it never stops a run.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ __all__ = ["Recorder", "decode_group", "encode_group"]
 
 _COMMIT_EVERY_S = 0.5
 _BATCH = 256
-_LINE = 8192
-"""Records in line before a caller has to wait after all: memory is finite, and a disk may be slower than a run."""
-_PATIENCE_S = 120.0
+_QUEUE_LENGTH = 8192
+"""Maximum length of the queue; callers wait when it is full, because the disk is slower than the run."""
+_TIMEOUT_S = 120.0
 
 
 class Recorder:
-    """Writes a run's metrics, episodes and events. Close it, or use it as a context manager.
+    """Writer of a run's metrics, episodes and events. Close it, or use it as a context manager.
 
-    Every method raises ``RunDirectoryError`` once the disk has refused something.
+    Every method raises ``RunDirectoryError`` after a write has failed.
     """
 
     def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker] = ()) -> None:
-        self._line: queue.Queue[tuple[str, tuple]] = queue.Queue(_LINE)
+        self._queue: queue.Queue[tuple[str, tuple]] = queue.Queue(_QUEUE_LENGTH)
         self._writer = _Writer(directory, trackers)
         self._error: Exception | None = None
         self._closed = False
@@ -46,38 +45,38 @@ class Recorder:
         self._thread.start()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of ``metrics.jsonl`` and one call of each tracker. NaN is allowed (null in the file)."""
+        """Write one line to ``metrics.jsonl`` and to each tracker. NaN is allowed (null in the file)."""
         self._hand_over("metrics", step, {name: float(value) for name, value in values.items()}, time.time())
 
     def episode(self, step: int, trajectory: Trajectory, ending: str, reason: str = "") -> None:
-        """A whole trajectory, not to be changed any more; ``step`` is the training step in progress."""
+        """Write a trajectory, which must not change afterwards; ``step`` is the training step in progress."""
         self._hand_over("episode", records.PendingEpisode(step, trajectory, ending, reason))
 
     def begin_evaluation(self, step: int) -> None:
-        """Forget the evaluation episodes of ``step``: an evaluation that was interrupted is about to be repeated."""
+        """Remove the episodes and metrics of an earlier evaluation of ``step``, which is repeated."""
         self._hand_over("begin_evaluation", step)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One line of ``events.jsonl``; a field that JSON does not know is written as its text."""
+        """Write one line to ``events.jsonl``; values that are not JSON types are written as text."""
         self._hand_over("event", kind, fields, time.time())
 
     def flush(self) -> None:
-        """Returns when everything recorded so far is on disk. Call it before a checkpoint counts as made."""
+        """Wait until all records so far are on disk. Call it before a checkpoint is committed."""
         self._wait_for("flush")
 
     def rollback(self, step: int) -> None:
-        """Forget metrics and episodes of steps after ``step``, and say so in an event: a resumed run repeats them."""
+        """Remove metrics and episodes of steps after ``step``, which a resumed run repeats; write an event."""
         self._wait_for("rollback", step)
 
     def close(self) -> None:
-        """Write what is left and stop. Idempotent; raises like every method."""
+        """Write all remaining records and stop. Idempotent."""
         if self._closed:
             return
         try:
             self._wait_for("close")
         finally:
             self._closed = True
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(_TIMEOUT_S)
 
     def __enter__(self) -> Recorder:
         return self
@@ -87,30 +86,30 @@ class Recorder:
 
     def _hand_over(self, kind: str, *arguments: Any) -> None:
         if self._closed:
-            raise RunDirectoryError("the recorder is closed; nothing can be recorded any more")
+            raise RunDirectoryError("the recorder is closed")
         if self._error is not None and kind != "close":
             raise RunDirectoryError(f"records cannot be written: {self._error}; is the disk full?") from self._error
         try:
-            self._line.put((kind, arguments), timeout=_PATIENCE_S)
+            self._queue.put((kind, arguments), timeout=_TIMEOUT_S)
         except queue.Full:
-            raise RunDirectoryError(f"the disk took no record for {_PATIENCE_S:.0f} s; is it full or away?") from None
+            raise RunDirectoryError(f"no record was written for {_TIMEOUT_S:.0f} s; is the disk full?") from None
 
     def _wait_for(self, kind: str, *arguments: Any) -> None:
         done = threading.Event()
         self._hand_over(kind, *arguments, done)
-        if not done.wait(_PATIENCE_S):
-            raise RunDirectoryError(f"the disk did not finish writing in {_PATIENCE_S:.0f} s; is it full or away?")
+        if not done.wait(_TIMEOUT_S):
+            raise RunDirectoryError(f"writing did not finish in {_TIMEOUT_S:.0f} s; is the disk full?")
         if self._error is not None:
             raise RunDirectoryError(f"records cannot be written: {self._error}; is the disk full?") from self._error
 
     def _run(self) -> None:
         while True:
             try:
-                kind, arguments = self._line.get(timeout=self._writer.patience())
+                kind, arguments = self._queue.get(timeout=self._writer.seconds_to_commit())
             except queue.Empty:
                 kind, arguments = "commit", ()
             try:
-                # After an error nothing more is written, but the line must go on moving: others wait in it.
+                # After an error nothing is written, but the queue is still emptied: callers may be waiting.
                 if self._error is None or kind == "close":
                     getattr(self._writer, kind)(*[item for item in arguments if not isinstance(item, threading.Event)])
             except Exception as error:
@@ -123,7 +122,7 @@ class Recorder:
 
 
 class _Writer:
-    """What the thread does with each kind of record. Made in the caller's thread, so that a bad place raises there."""
+    """Methods of the writer thread. Created in the caller's thread, so an unusable directory raises there."""
 
     def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker]) -> None:
         self._database = records.open_for_writing(directory.episodes_file)
@@ -133,8 +132,8 @@ class _Writer:
         self._pending: list[records.PendingEpisode] = []
         self._commit_at = 0.0
 
-    def patience(self) -> float | None:
-        """Seconds until the next commit is due; None when nothing waits for one."""
+    def seconds_to_commit(self) -> float | None:
+        """Return seconds until the next commit; None if nothing is pending."""
         return max(self._commit_at - time.monotonic(), 0.0) if self._pending else None
 
     def metrics(self, step: int, values: dict[str, float], now: float) -> None:
@@ -153,6 +152,7 @@ class _Writer:
 
     def begin_evaluation(self, step: int) -> None:
         self.commit()
+        self._metrics.keep(lambda record: record["step"] != step or "eval/success" not in record)
         records.delete_evaluation(self._database, step)
 
     def commit(self) -> None:
@@ -164,7 +164,7 @@ class _Writer:
         self.commit()
         self._metrics.sync()
         self._events.sync()
-        # In WAL mode a commit survives the process; only a checkpoint of the log makes it survive the machine.
+        # In WAL mode a commit survives a crash of the process; only a checkpoint survives a crash of the machine.
         self._database.execute("pragma wal_checkpoint(passive)").fetchall()
 
     def rollback(self, step: int) -> None:
@@ -178,7 +178,7 @@ class _Writer:
 
         lines = self._metrics.keep(keep)
         episodes = records.delete_after(self._database, step)
-        if not measured:  # an evaluation after the checkpoint, which was interrupted
+        if not measured:  # an evaluation after the checkpoint was interrupted
             episodes += records.delete_evaluation(self._database, step)
         self._each_tracker("rollback", step)
         self.event("rollback", {"to_step": step, "episodes_removed": episodes, "metrics_removed": lines}, time.time())
@@ -197,6 +197,6 @@ class _Writer:
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # whatever a third party's client raises
+            except Exception as error:  # third-party clients can raise any exception
                 self._trackers.remove(tracker)
                 self.event("tracker_failed", {"tracker": tracker.name, "error": repr(error)}, time.time())

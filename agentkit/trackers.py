@@ -1,6 +1,6 @@
-"""Where metrics go besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
+"""Trackers: TensorBoard and Weights & Biases.
 
-Invariant: importing this module needs neither; a tracker that is asked for and cannot start raises before the run does.
+Invariant: importing this module needs neither. A tracker that cannot start raises before the run starts.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from agentkit.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """Called from one thread only, in the order of steps."""
+    """Receiver of metrics. Called from one thread, in the order of steps."""
 
     name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def rollback(self, step: int) -> None:
-        """Hide what was logged after ``step`` by an earlier process; called at most once, before the first ``log``."""
+        """Hide metrics logged after ``step`` by an earlier process. Called at most once, before the first ``log``."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_trackers(config: RunConfig, directory: RunDirectory) -> list[Tracker]:
-    """The trackers that ``config.trackers`` names. Raises ``ConfigError`` when one is not installed or cannot start."""
+    """Open the trackers in ``config.trackers``. Raises ``ConfigError`` if one is not installed or cannot start."""
     makers = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
     trackers: list[Tracker] = []
     try:
@@ -43,13 +43,11 @@ def open_trackers(config: RunConfig, directory: RunDirectory) -> list[Tracker]:
 
 
 def _not_installed(name: str) -> ConfigError:
-    return ConfigError(
-        f"trackers: {name} is asked for but not installed; `pip install 'agentkit-rl[{name}]'`, or leave it out"
-    )
+    return ConfigError(f"trackers: {name} is not installed; `pip install 'agentkit-rl[{name}]'`, or remove it")
 
 
 class TensorBoardTracker:
-    """Event files under ``logs/tensorboard``; see them by ``tensorboard --logdir RUN/logs/tensorboard``."""
+    """Writes event files to ``logs/tensorboard``; view them with ``tensorboard --logdir RUN/logs/tensorboard``."""
 
     name = "tensorboard"
 
@@ -117,7 +115,7 @@ class WandbTracker:
         self._run.log({"step": step, **metrics})
 
     def rollback(self, step: int) -> None:
-        """W&B keeps what it was sent; the steps that are logged again stand beside it on the axis ``step``."""
+        """Do nothing: W&B keeps what it received; repeated steps appear beside it on the axis ``step``."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,9 +1,9 @@
-"""The data that crosses rooms: messages, turns, trajectories and groups.
+"""Data shared by all components: messages, turns, trajectories and groups.
 
 Invariant: the concatenation of a trajectory's turns (``prompt_ids`` then ``action_ids``, turn after turn) is exactly
-the token sequence that the inference engine saw and produced. Nothing is tokenised twice, and nothing is padded here.
+the token sequence that the inference engine saw and produced. No text is tokenised twice, and there is no padding.
 
-This module imports numpy alone, so that recording or reading trajectories needs neither torch nor an environment.
+This module imports only numpy: trajectories can be recorded and read without torch or an environment.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
 VersionRuns = tuple[tuple[int, int], ...]
-"""Run-length record of who produced each token: ``((policy_version, number_of_tokens), …)`` in token order."""
+"""Run-length record of the policy version of each token: ``((policy_version, number_of_tokens), …)`` in token order."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a generation ended: a stop id or string, the token budget, or an abort by the caller or a weight update."""
 
 Outcome = Literal["terminated", "truncated", "voided"]
-"""How an episode ended. Voided: its environment failed, so that it says nothing about the policy."""
+"""How an episode ended. ``voided``: its environment failed, so it is not evidence about the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,25 @@ class Message:
 
 @dataclass(slots=True)
 class Turn:
-    """One exchange: what the environment said, what the policy answered, what that earned."""
+    """One turn: an observation, the policy's answer, and the reward."""
 
     prompt_ids: IntArray
-    """Only the ids that were added since the last action, int32 ``[p]``."""
+    """Ids added since the last action, int32 ``[p]``."""
     action_ids: IntArray
-    """The ids that the engine produced, a sampled stop id included, int32 ``[a]``."""
+    """Ids that the engine produced, including a sampled stop id, int32 ``[a]``."""
     action_logprobs: FloatArray
     """Log-probabilities of ``action_ids`` under the behaviour policy: full vocabulary, at the sampling temperature."""
     versions: VersionRuns
-    """Which policy version produced which of ``action_ids``; the counts add up to ``len(action_ids)``."""
+    """Policy versions that produced ``action_ids``; the counts sum to ``len(action_ids)``."""
     finish_reason: FinishReason = "stop"
     reward: float = 0.0
-    """Sum of the environment's rewards of this turn and of any format penalty."""
+    """Sum of the environment's rewards in this turn and the format penalty, if any."""
     observation: str = ""
     response: str = ""
     actions: tuple[str, ...] = ()
-    """What the action parser read in ``response``; empty when the format was invalid."""
+    """Actions that the parser read in ``response``; empty if the format was invalid."""
     valid: bool = True
-    """The format was valid, and so were all the actions that the environment was given."""
+    """Whether the format and all executed actions were valid."""
     generate_s: float = 0.0
     env_s: float = 0.0
 
@@ -69,33 +69,33 @@ class Trajectory:
     env_id: str
     seed: int
     version_started: int
-    """The policy version that began the episode; retries of a failed environment keep the first attempt's."""
+    """Policy version at the start of the episode; retries of a failed environment keep that of the first attempt."""
     turns: list[Turn] = field(default_factory=list)
     final_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Ids of the last observation of an episode that the environment or ``max_turns`` cut off, on which a critic
-    bootstraps; empty otherwise, also when the context overflows."""
+    """Ids of the last observation of an episode truncated by the environment or ``max_turns``, int32 ``[f]``; a critic
+    bootstraps from it. Empty otherwise, including when the context overflowed."""
     outcome: Outcome = "terminated"
     reason: str = ""
-    """Why it was truncated (``max_turns``, ``env``, ``context``) or voided (the error's text)."""
+    """Reason of a truncation (``max_turns``, ``env`` or ``context``), or the error message of a voided episode."""
     success: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     attempt: int = 0
-    """How many environments failed under this member before this attempt."""
+    """Number of earlier attempts of this member whose environment failed."""
     duration_s: float = 0.0
     system: str = ""
-    """The system message, which the first turn's ``prompt_ids`` begin with; empty in records of older versions."""
+    """System message, at the start of the first turn's ``prompt_ids``; empty in records of older versions."""
 
     @property
     def reward(self) -> float:
-        """The episode's undiscounted return."""
+        """Undiscounted return of the episode."""
         return float(sum(turn.reward for turn in self.turns))
 
     @property
     def states(self) -> list[str]:
-        """What the environment had said last when each turn was taken.
+        """Text of the environment's state at each turn.
 
-        That is the turn's ``observation``, except after an answer without a valid format: such an answer does not move
-        the environment, and ``observation`` then adds a complaint to what the environment had said before.
+        This is the turn's ``observation``, except after an answer with an invalid format: such an answer does not
+        change the environment, and ``observation`` is then the previous text with an error message.
         """
         states: list[str] = []
         for before, turn in zip([None, *self.turns], self.turns, strict=False):
@@ -108,16 +108,16 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Every token of the sequence: prompts, actions and the final observation."""
+        """Number of tokens of the sequence: prompts, actions and the final observation."""
         return sum(len(turn.prompt_ids) + len(turn.action_ids) for turn in self.turns) + len(self.final_ids)
 
 
 @dataclass(slots=True)
 class Group:
-    """Episodes that share a task (environment and seed): the unit of baselines, of staleness and of expiry."""
+    """Episodes of one task (environment and seed): the unit of baselines and of staleness."""
 
     group_id: int
     seed: int
     version_started: int
-    """The oldest ``version_started`` of any member that was ever begun for the group, retries included."""
+    """Oldest ``version_started`` of all members ever started for the group, including retries."""
     members: list[Trajectory] = field(default_factory=list)

@@ -1,12 +1,12 @@
-"""Tokens per second of the embedded engine beside transformers' ``generate`` on static batches.
+"""Tokens per second of the embedded engine, compared with transformers' ``generate`` on static batches.
 
     python benchmarks/engine.py [--repeats 3] [--json FILE]
 
 Both serve the quickstart model on the CPU with the same number of threads. ``equal``: all answers have one length, the
 best case of a static batch. ``long-tailed``: answer lengths are log-normal with the longest 20 times the median; a
-static batch, which may stop once its own longest answer is done, waits for stragglers while the engine fills their
-neighbours' places. Only tokens that were asked for count. The two sides alternate, and each ratio is the median over
-the repeats, so that a busy machine disturbs both alike; the ratio of processor seconds is hardly disturbed at all.
+static batch ends with its own longest answer and leaves slots empty until then; the engine refills them at once. Only
+requested tokens count. The two sides alternate, and each ratio is the median over the repeats, so a busy machine
+affects both sides equally; it hardly affects the ratio of processor seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Clock:
 
 
 def static_batches(model: Any, lengths: np.ndarray) -> Clock:
-    """What ``generate`` takes for all requests, ``CONCURRENCY`` at a time in order of arrival."""
+    """Measure ``generate`` on all requests, ``CONCURRENCY`` at a time in order of arrival."""
     asked = prompts(len(lengths))
     with Clock() as clock:
         for first in range(0, len(lengths), CONCURRENCY):
@@ -70,7 +70,7 @@ def static_batches(model: Any, lengths: np.ndarray) -> Clock:
 
 
 async def continuous(engine: HFEngine, lengths: np.ndarray, run: str) -> Clock:
-    """What the engine takes for all requests, ``CONCURRENCY`` of them in flight at any time."""
+    """Measure the engine on all requests, ``CONCURRENCY`` of them in flight at any time."""
     asked = prompts(len(lengths))
     line = iter(range(len(lengths)))
 

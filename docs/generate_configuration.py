@@ -1,4 +1,4 @@
-"""Writes ``configuration.md`` from the configuration's models, so that the reference cannot differ from the code.
+"""Write ``configuration.md`` from the models of the configuration.
 
 ``python docs/generate_configuration.py`` rewrites the page; a test checks that it is up to date.
 """
@@ -24,19 +24,18 @@ PAGE = Path(__file__).parent / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-A run is described by one YAML file; any setting can be given on the command line as `section.key=value`, where the
-value is read as YAML. The smallest file names an environment:
+One YAML file describes a run. Every setting can also be given on the command line as `section.key=value`; the value is
+read as YAML. The smallest file names an environment:
 
 ```yaml
 env: {id: FrozenLake-v1}
 ```
 
-A section that is `null` by default (`model.lora`, `imitation`, `critic`) is switched on by naming it: `imitation: {}`
-takes it with its defaults. Numbers follow YAML 1.2: `3e-5` is a number, and `no` and `off` are texts.
+A section that is `null` by default (`model.lora`, `imitation`, `critic`) is enabled by naming it: `imitation: {}`
+enables it with its defaults. Numbers follow YAML 1.2: `3e-5` is a number, and `no` and `off` are texts.
 
-A misspelt key, a wrong type or two settings that contradict each other are errors before anything starts.
-`agentkit run CONFIG --dry-run` prints the whole configuration as it would be used, and every run keeps it as
-`config.yaml`.
+Misspelt keys, wrong types and contradictory settings are errors before anything starts. `agentkit run CONFIG --dry-run`
+prints the complete configuration, and every run stores it as `config.yaml`.
 
 This page is generated from the models in `agentkit/config.py`.
 """
@@ -44,12 +43,12 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     return "\n".join([INTRODUCTION, *_section(RunConfig, "", _sentence(RunConfig.__doc__))])
 
 
 def _section(model: type[BaseModel], key: str, meaning: str) -> list[str]:
-    """A heading and a table of a model's values, then the sections below it."""
+    """Return a heading, a table of a model's fields, and the sections below it."""
     lines = [f"## `{key}`" if key else "## Top level", "", meaning, ""]
     sections: list[str] = []
     rows: list[str] = []

@@ -1,8 +1,7 @@
-"""What an environment is: text in, text out, in gymnasium's terms.
+"""Base classes of text environments, in gymnasium's terms.
 
-Invariant: an environment knows its game and nothing else. It takes one action a step (never a model's raw answer),
-draws only from ``self.np_random``, and tells what it needs from its surroundings by class attributes, so that they can
-be read without making an instance.
+Invariant: an environment contains only its task. It takes one action per step (never the raw answer of a model), draws
+only from ``self.np_random``, and declares its requirements as class attributes, which can be read without an instance.
 """
 
 from __future__ import annotations
@@ -23,44 +22,45 @@ Concurrency = Literal["inline", "thread", "process"]
 
 
 class EnvDeclaration:
-    """What every text environment says about itself, synchronous or not."""
+    """Declarations of a text environment, common to synchronous and asynchronous ones."""
 
     instructions: str = ""
-    """The rules of the game, told to the model once. How an answer is to be formatted is not part of them."""
+    """The rules of the task, shown to the model once. They do not include the format of an answer."""
     max_turns: int = 20
-    """Turns after which whoever runs the episode truncates it; the environment itself does not count."""
+    """Turns after which the caller truncates an episode; the environment does not count them."""
     actions_per_turn: int = 1
-    """Most actions that one answer of a model may hold. Each one is a ``step`` of its own."""
+    """Most actions in one answer of a model. Each action is one ``step``."""
     concurrency: ClassVar[Concurrency] = "process"
-    """Where ``reset`` and ``step`` may run. ``inline``: they return within microseconds. ``thread``: they wait, but
-    always come back and share no state. ``process``: anything else; a process can be killed when it hangs."""
+    """Where ``reset`` and ``step`` may run. ``inline``: in the event loop; they return within microseconds.
+    ``thread``: they wait, but always return, and share no state. ``process``: in a process, which can be killed if it
+    hangs."""
     deterministic: ClassVar[bool] = True
-    """The same seed and the same actions give the same episode, chance included (it is drawn from the seed)."""
+    """Whether the same seed and actions give the same episode; chance is drawn from the seed."""
 
     @classmethod
     def instructions_for(cls, **kwargs: Any) -> str:
-        """The rules for an environment made with these arguments; override where arguments change them."""
+        """Return ``instructions`` for an environment with these arguments. Override it if they depend on arguments."""
         return cls.instructions
 
     @classmethod
     def max_turns_for(cls, **kwargs: Any) -> int:
-        """``max_turns`` of an environment made with these arguments; override where arguments change it."""
+        """Return ``max_turns`` for an environment with these arguments. Override it if it depends on arguments."""
         return cls.max_turns
 
     @classmethod
     def own_sandboxes(cls, **kwargs: Any) -> str | None:
-        """The argument that names the back end of the sandboxes that an environment with these arguments makes itself.
+        """Return the name of the argument for the back end of sandboxes that the environment creates itself, or None.
 
-        Such an environment is never put into a sandbox: it holds what nothing inside may see. None: it makes none.
+        Such an environment is never put into a sandbox, because it holds secrets of the task.
         """
         return None
 
     @classmethod
     def runs_policy_code(cls, **kwargs: Any) -> bool:
-        """Whether an environment with these arguments runs code that the policy wrote.
+        """Return whether an environment with these arguments runs code that the policy wrote.
 
-        If so, a sandbox that fails without an external cause on record, after such code ran, raises
-        ``UnexplainedCrash``. By default: whether the environment makes sandboxes itself.
+        If a sandbox fails after such code ran, and no external cause is recorded, ``UnexplainedCrash`` is raised. By
+        default, True if the environment creates sandboxes itself.
         """
         return cls.own_sandboxes(**kwargs) is not None
 
@@ -75,64 +75,74 @@ class EnvDeclaration:
     def expert(self) -> Iterator[str]:
         """Yield actions that solve the task from the current state.
 
-        An expert plans as far as it can be certain: it may be asked for several actions at once, and it ends when the
-        task is solved or when what is best next depends on chance that has yet to be seen. Call ``expert()`` again
-        after stepping to go on.
+        The plan ends when the task is solved, or when the best next action depends on chance that was not drawn yet.
+        Call ``expert()`` again after stepping to continue.
 
         Raises:
-            NotImplementedError: this environment has none.
+            NotImplementedError: the environment has no expert.
         """
         raise NotImplementedError(f"{type(self).__name__} has no expert")
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Whether ``expert`` is implemented."""
+        """Return whether ``expert`` is implemented."""
         return cls.expert is not EnvDeclaration.expert
 
 
 class TextEnv(EnvDeclaration, gymnasium.Env[str, str], ABC):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A gymnasium environment whose observations and actions are texts.
 
-    A subclass implements ``reset`` and ``step`` and starts ``reset`` with ``super().reset(seed=seed)``, which seeds
-    ``self.np_random``. ``info`` always holds ``success`` (solved, not merely finished) and ``action_valid`` (the action
-    exists), and ``admissible_actions`` where they can be listed. A success ends the episode.
+    A subclass implements ``reset`` and ``step``; ``reset`` starts with ``super().reset(seed=seed)``, which seeds
+    ``self.np_random``. ``info`` contains ``success`` (solved, not only finished), ``action_valid`` (the action exists),
+    and ``admissible_actions`` if they can be listed. A success ends the episode.
+
+    Args:
+        render_mode: one of ``metadata["render_modes"]``, or None.
     """
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         modes = self.metadata.get("render_modes", [])
         if render_mode is not None and render_mode not in modes:
-            raise ValueError(f"render_mode={render_mode!r} is none of {type(self).__name__}'s modes {list(modes)}")
+            raise ValueError(f"render_mode={render_mode!r} is not one of {type(self).__name__}'s modes {list(modes)}")
         self.render_mode = render_mode
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
-        """Start an episode; the same seed gives the same task. Returns the first observation and info."""
+        """Start an episode. The same seed gives the same task.
+
+        Args:
+            seed: seeds ``np_random``; None continues with the current generator.
+            options: specific to the environment.
+
+        Returns:
+            The first observation, and info.
+        """
         super().reset(seed=seed)
         return "", {}
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Take one action. Returns observation, reward, terminated, truncated, info."""
+        """Take one action. Return observation, reward, terminated, truncated and info."""
         raise NotImplementedError
 
 
 class AsyncTextEnv(EnvDeclaration, ABC):
-    """The same for what waits on a sandbox or a network: ``reset``, ``step`` and ``close`` are coroutines.
+    """A text environment that waits for a sandbox or a network: ``reset``, ``step`` and ``close`` are coroutines.
 
-    Thousands of these wait in one process, where threads would not scale; ``concurrency`` does not apply to them.
+    Thousands of them can wait in one process. ``concurrency`` does not apply to them.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
     concurrency: ClassVar[Concurrency] = "inline"
     policy_code_ran: bool = False
-    """Set by an environment that runs code of the policy: it has run in the present call. A call that then takes too
-    long counts as an ``UnexplainedCrash``; one that only waited for a sandbox does not."""
+    """Set by an environment when code of the policy has run in the current call. If that call then times out, it is an
+    ``UnexplainedCrash``; a call that only waited for a sandbox is an ``EnvTimeout``."""
     render_mode: str | None = None
     _np_random: np.random.Generator | None = None
 
     @property
     def np_random(self) -> np.random.Generator:
-        """The environment's own generator, seeded by ``reset``."""
+        """The random generator of the environment, seeded by ``reset``."""
         if self._np_random is None:
             self._np_random, _ = seeding.np_random()
         return self._np_random
@@ -146,16 +156,16 @@ class AsyncTextEnv(EnvDeclaration, ABC):
 
     @abstractmethod
     async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Take one action. Returns observation, reward, terminated, truncated, info."""
+        """Take one action. Return observation, reward, terminated, truncated and info."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Release everything; calling it twice is harmless."""
+        """Release all resources. Idempotent."""
         return
 
 
 def expert_actions(env: Any) -> Iterator[str]:
-    """The actions of ``env``'s expert, asked again whenever its plan ends. Step ``env`` with each before the next."""
+    """Yield the expert's actions, planning again when a plan ends. Step ``env`` with each action before the next."""
     while True:
         plan = env.expert()
         first = next(plan, None)

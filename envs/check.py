@@ -1,7 +1,7 @@
-"""Examines an environment: gymnasium's own checker, and what training asks beyond it.
+"""Checks of an environment: gymnasium's checker, and the further requirements of training.
 
-Invariant: every check works on instances of its own, ends within a time limit, and turns whatever goes wrong into a
-result with a reason; ``check`` itself raises nothing.
+Invariant: every check uses its own instances, ends within a time limit, and reports every failure as a result with a
+reason; ``check`` raises nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env
 
 from agentkit import registry
-from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import TextEnv, expert_actions
 from agentkit.envs.spaces import Text
+from agentkit.envs.sync import SyncTextEnv
 from agentkit.text import printable
 
 RANDOM_STEPS = 1_000
 RANDOM_SHARE = 0.5
-"""Share of a check's time after which the random agent of a slow environment ends, having taken fewer steps."""
+"""Fraction of a check's time limit after which the random agent stops, even if it took fewer steps."""
 EXPERT_EPISODES = 8
 _SHOWN_STEPS = 20
-"""Steps at the end of a transcript that are shown; of a longer one the middle is left out."""
+"""Steps shown at the end of a transcript; the middle of a longer one is omitted."""
 _SHOWN_TEXT = 1_000
-"""Most characters of one step that a transcript shows."""
+"""Characters of one step that a transcript shows."""
 _NASTY = (
     "",
     " ",
@@ -55,17 +55,17 @@ _NASTY = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found: its name, whether it passed, and why not (or what else is worth knowing)."""
+    """The result of one check: its name, whether it passed, and the reason or a remark."""
 
     name: str
     passed: bool
     detail: str = ""
     transcript: str = ""
-    """The episode in which it failed, as far as it was played; empty where none was."""
+    """The episode in which it failed, up to the failure; empty if no episode was played."""
 
 
 class Failure(Exception):
-    """A check failed; the text says how, ``transcript`` in which episode."""
+    """A failed check: the message is the reason, ``transcript`` the episode."""
 
     def __init__(self, text: str, transcript: str = "") -> None:
         super().__init__(text)
@@ -73,14 +73,14 @@ class Failure(Exception):
 
 
 class Transcript:
-    """An episode as text: where it began, and each step. Control characters are shown as escapes."""
+    """An episode as text, with control characters escaped."""
 
     def __init__(self, seed: int, observation: str) -> None:
         self.steps = 0
         self._parts = [f"seed {seed}\n{observation}"]
 
     def add(self, action: str, result: Any) -> None:
-        """A step and what the environment returned, which may be anything."""
+        """Append a step; ``result`` may be any object."""
         self.steps += 1
         try:
             observation, reward, terminated, truncated, info = result
@@ -100,7 +100,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Subject:
-    """The environment under examination."""
+    """The environment to check."""
 
     id: str
     cls: type[Any]
@@ -114,11 +114,20 @@ class Subject:
 
     def make(self) -> TextEnv:
         env = self.cls(**self.kwargs)
-        return env if isinstance(env, TextEnv) else Blocking(env)
+        return env if isinstance(env, TextEnv) else SyncTextEnv(env)
 
 
 def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult]:
-    """Examine a registered environment, made with ``kwargs``; ``timeout`` is in seconds, for each check."""
+    """Check a registered environment.
+
+    Args:
+        id: a registered name.
+        timeout: seconds that each check may take.
+        kwargs: arguments of the environment.
+
+    Returns:
+        One result for each check.
+    """
     try:
         spec = registry.entry(id).load()
         arguments = {**spec.kwargs, **kwargs}
@@ -131,7 +140,7 @@ def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult
 
 
 def _bounded(name: str, function: Callable[[Subject], str], subject: Subject, timeout: float) -> CheckResult:
-    """Run one check in a thread that is left behind if it does not end."""
+    """Run one check in a thread, which is abandoned if it does not end."""
     results: list[CheckResult] = []
 
     def run() -> None:
@@ -165,7 +174,7 @@ def _gymnasium(subject: Subject) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         env = subject.make()
-        if not isinstance(env, Blocking):  # made by gymnasium it has a spec, with which all render modes are tried
+        if not isinstance(env, SyncTextEnv):  # made by gymnasium it has a spec, with which all render modes are tried
             env.close()
             env = gymnasium.make(f"agentkit:agentkit/{subject.id}", **subject.kwargs).unwrapped
         try:
@@ -179,7 +188,7 @@ def _gymnasium(subject: Subject) -> str:
 
 
 def _actions(env: TextEnv, info: dict[str, Any], rng: np.random.Generator) -> str:
-    """What a random agent does: mostly something that exists, now and then anything at all."""
+    """Return an action of a random agent: mostly an existing one, sometimes any text."""
     choice = rng.random()
     known = info.get("admissible_actions") or getattr(env.action_space, "examples", ())
     if known and choice < 0.75:
@@ -191,7 +200,7 @@ def _actions(env: TextEnv, info: dict[str, Any], rng: np.random.Generator) -> st
 
 
 def _examine(env: TextEnv, when: str, result: Any, started: bool) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Hold what ``reset`` or ``step`` returned against the API; returns it in the form of ``step``."""
+    """Check the result of ``reset`` or ``step``; return it in the form of ``step``."""
     if not isinstance(result, tuple) or len(result) != (5 if started else 2):
         raise Failure(f"{when} returned {result!r:.200}, not a tuple of {5 if started else 2}")
     observation, reward, terminated, truncated, info = result if started else (result[0], 0.0, False, False, result[1])
@@ -209,12 +218,12 @@ def _examine(env: TextEnv, when: str, result: Any, started: bool) -> tuple[str, 
     if not isinstance(listed, list) or any(action not in env.action_space for action in listed):
         raise Failure(f"{when}: info['admissible_actions'] is {listed!r:.200}, not a list of actions")
     if info["success"] and not terminated:
-        raise Failure(f"{when}: info['success'] is true, but the episode goes on; a success must terminate it")
+        raise Failure(f"{when}: info['success'] is true, but the episode continues; a success must terminate it")
     return observation, float(reward), terminated, truncated, info
 
 
 def _random_agent(subject: Subject) -> str:
-    """Survives a random agent, and returns the right types throughout."""
+    """Check that a random agent causes no exception and no value of a wrong type."""
     env, rng = subject.make(), np.random.default_rng(0)
     env.action_space.seed(0)
     total = episodes = successes = 0
@@ -250,7 +259,7 @@ def _random_agent(subject: Subject) -> str:
 
 
 def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:
-    """A digest of all that a seeded random agent does and sees in three episodes."""
+    """Return a digest of all actions and results of a seeded random agent in three episodes."""
     digest = hashlib.sha256()
     env = Subject("", cls, kwargs).make()
     for seed in (0, 1, 2):
@@ -270,7 +279,7 @@ def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:
 
 
 def _determinism(subject: Subject) -> str:
-    """The same seed and actions give the same episode: in two instances, and in another process."""
+    """Check that the same seed and actions give the same episode in two instances and in another process."""
     if not subject.cls.deterministic:
         return "declared not deterministic: not checked"
     first = fingerprint(subject.cls, subject.kwargs)
@@ -305,7 +314,7 @@ def _determinism(subject: Subject) -> str:
 
 
 def _global_randomness(subject: Subject) -> str:
-    """Neither draws from nor seeds a generator that it does not own."""
+    """Check that global random generators are neither used nor seeded."""
 
     def states() -> tuple[object, object]:
         kind, keys, *rest = np.random.get_state(legacy=True)
@@ -313,8 +322,8 @@ def _global_randomness(subject: Subject) -> str:
 
     saved = random.getstate(), np.random.get_state()
     try:
-        # From seeds that nobody uses: an environment that seeds the global generators the same way every time would
-        # otherwise leave them as it found them.
+        # Unusual seeds: an environment that always seeds the global generators with the same value would otherwise
+        # leave them unchanged.
         random.seed("agentkit")
         np.random.seed(271_828)
         before = states()
@@ -330,9 +339,9 @@ def _global_randomness(subject: Subject) -> str:
 
 
 def _expert(subject: Subject) -> str:
-    """The expert solves the task: always, or, where chance rules, more often than a random agent."""
+    """Check that the expert solves the task: always or, if chance decides, more often than a random agent."""
     if not subject.cls.has_expert():
-        return "there is none: no imitation, no upper bound"
+        return "no expert: no imitation learning and no upper bound"
     played = [_play(subject, seed, expert=True) for seed in range(EXPERT_EPISODES)]
     failed = [episode for episode in played if not episode.success]
     if not failed:
@@ -352,14 +361,14 @@ def _expert(subject: Subject) -> str:
 class _Episode:
     seed: int
     success: bool
-    """At the end, as imitation records it."""
+    """At the end of the episode."""
     chance: bool
-    """Stepping drew random numbers."""
+    """Whether steps drew random numbers."""
     transcript: Transcript
 
 
 def _play(subject: Subject, seed: int, *, expert: bool) -> _Episode:
-    """Play one episode; the expert's plan is followed to its end before the expert is asked again, as in imitation."""
+    """Play one episode; the expert plans again only when its plan ends, as in imitation learning."""
     env, rng = subject.make(), np.random.default_rng(seed)
     try:
         observation, info = env.reset(seed=seed)
@@ -382,18 +391,19 @@ def _play(subject: Subject, seed: int, *, expert: bool) -> _Episode:
 
 
 def _close(subject: Subject) -> str:
-    env = subject.make()
-    env.close()  # before any reset, too
-    env.close()
-    env = subject.make()
-    env.reset(seed=0)
-    env.close()
-    env.close()
+    for reset in (False, True):
+        env = subject.make()
+        if reset:
+            env.reset(seed=0)
+        env.close()
+        if isinstance(env, SyncTextEnv):
+            env = SyncTextEnv(env.env)  # a wrapper closes its environment once only
+        env.close()
     return ""
 
 
 def _any_text(subject: Subject) -> str:
-    """Both spaces take texts as models write them."""
+    """Check that both spaces accept any Unicode text."""
     env = subject.make()
     for name, space in (("observation_space", env.observation_space), ("action_space", env.action_space)):
         if not isinstance(space, Text):
@@ -412,4 +422,4 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "expert solves it": _expert,
     "close can be called twice": _close,
 }
-"""Name and function of every check; each returns a remark or raises."""
+"""The checks by name; each returns a remark or raises ``Failure``."""

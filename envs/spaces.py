@@ -1,7 +1,7 @@
-"""The one space of text environments.
+"""The observation and action space of text environments.
 
-Invariant: a text is in the space exactly if it is a ``str`` that can be written as UTF-8 and is not too long. Accents,
-emoji, control characters and terminal escapes all are text (gymnasium's own ``Text`` wants every character listed).
+Unlike gymnasium's ``Text``, which lists its characters, it contains every ``str`` that can be encoded as UTF-8 and is
+not too long, including accents, emoji, control characters and terminal escapes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-# Samples mix scripts on purpose, so that a random agent finds an environment that is careless about its input.
+# Samples mix scripts, so that a random agent finds environments that do not handle arbitrary input.
 _SAMPLE_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789 \n\t.,;:!?<>()[]{}|/\\'\"é߀√中文🙂\x1b\x00"
+
+
+def encodable(text: str) -> str:
+    """Return ``text`` with each unpaired surrogate, which UTF-8 cannot encode, replaced by ``?``."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class Text(gymnasium.Space[str]):
@@ -21,9 +26,9 @@ class Text(gymnasium.Space[str]):
 
     Args:
         max_length: longest text, in characters.
-        examples: meaningful texts (the four moves of a game, say). ``sample`` then draws one of them; they do not
+        examples: meaningful texts, such as the four moves of a game. ``sample`` then draws one of them; they do not
             restrict the space.
-        seed: seed of the space's own generator, used by ``sample`` alone.
+        seed: seed of the generator that ``sample`` uses.
     """
 
     def __init__(
@@ -40,13 +45,13 @@ class Text(gymnasium.Space[str]):
         super().__init__(dtype=str, seed=seed)
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
-        """Draw one of the examples or, without any, up to 40 characters of several scripts.
+        """Return one of the examples or, if there are none, up to 40 characters of several scripts.
 
         Raises:
-            ValueError: a mask or probabilities were given; a text space has neither.
+            ValueError: a mask or probabilities were given, which a text space does not support.
         """
         if mask is not None or probability is not None:
-            raise ValueError("Text.sample takes neither mask nor probability: there is no finite set to weigh")
+            raise ValueError("Text.sample supports neither mask nor probability, because the space is not a finite set")
         if self.examples:
             return self.examples[int(self.np_random.integers(len(self.examples)))]
         longest = 40 if self.max_length is None else min(40, self.max_length)
@@ -60,7 +65,7 @@ class Text(gymnasium.Space[str]):
             return False
         try:
             x.encode("utf-8")
-        except UnicodeEncodeError:  # a lone surrogate: not text, and no tokenizer takes it
+        except UnicodeEncodeError:  # an unpaired surrogate, which tokenizers do not accept
             return False
         return True
 

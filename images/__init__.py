@@ -1,1 +1,1 @@
-"""Recipes of the images that sandboxes run: data of ``agentkit.sandboxes.images``, which builds them."""
+"""Recipes of the images that sandboxes run: data of ``agentkit.sandboxes.images.build``, which builds them."""

@@ -1,48 +1,65 @@
-"""Sandboxes: isolated, supervised places to run what nobody should trust. Usable without the rest of agentkit.
+"""Sandboxes: isolated, supervised places to run untrusted programs. Usable without the rest of agentkit.
 
     from agentkit.sandboxes import SyncSandbox
 
     with SyncSandbox.create() as box:
         print(box.exec("echo hi").stdout)
 
-Invariant: importing this package is cheap and loads no back end; names resolve on first use.
+Importing this package is fast and loads no back end. Each name is imported on first use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES: dict[str, str] = {
-    "Backend": "agentkit.sandboxes.backend",
-    "Breaker": "agentkit.sandboxes.breaker",
-    "Channel": "agentkit.sandboxes.backend",
-    "ExecResult": "agentkit.sandboxes.types",
-    "FileInfo": "agentkit.sandboxes.types",
-    "HealthPolicy": "agentkit.sandboxes.health",
-    "Hedge": "agentkit.sandboxes.hedge",
-    "Mount": "agentkit.sandboxes.spec",
-    "Network": "agentkit.sandboxes.spec",
-    "Observed": "agentkit.sandboxes.types",
-    "Process": "agentkit.sandboxes.backend",
-    "Resources": "agentkit.sandboxes.spec",
-    "Sandbox": "agentkit.sandboxes.sandbox",
-    "SandboxInfo": "agentkit.sandboxes.types",
-    "SandboxPool": "agentkit.sandboxes.pool",
-    "SandboxSpec": "agentkit.sandboxes.spec",
-    "Shell": "agentkit.sandboxes.shell",
-    "ShellResult": "agentkit.sandboxes.shell",
-    "Snapshot": "agentkit.sandboxes.types",
-    "Standbys": "agentkit.sandboxes.redundancy",
-    "Stats": "agentkit.sandboxes.types",
-    "Supervisor": "agentkit.sandboxes.supervisor",
-    "SyncSandbox": "agentkit.sandboxes.sync",
-    "Transition": "agentkit.sandboxes.types",
+from agentkit.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from agentkit.sandboxes.backend import Backend as Backend
+    from agentkit.sandboxes.backend import Channel as Channel
+    from agentkit.sandboxes.backend import Process as Process
+    from agentkit.sandboxes.pool.breaker import Breaker as Breaker
+    from agentkit.sandboxes.pool.health import HealthPolicy as HealthPolicy
+    from agentkit.sandboxes.pool.pool import SandboxPool as SandboxPool
+    from agentkit.sandboxes.recovery.hedge import Hedge as Hedge
+    from agentkit.sandboxes.recovery.standby import Standbys as Standbys
+    from agentkit.sandboxes.recovery.supervisor import Supervisor as Supervisor
+    from agentkit.sandboxes.sandbox import Sandbox as Sandbox
+    from agentkit.sandboxes.shell import Shell as Shell
+    from agentkit.sandboxes.shell import ShellResult as ShellResult
+    from agentkit.sandboxes.spec import Mount as Mount
+    from agentkit.sandboxes.spec import Network as Network
+    from agentkit.sandboxes.spec import Resources as Resources
+    from agentkit.sandboxes.spec import SandboxSpec as SandboxSpec
+    from agentkit.sandboxes.sync import SyncSandbox as SyncSandbox
+    from agentkit.sandboxes.types import ExecResult as ExecResult
+    from agentkit.sandboxes.types import FileInfo as FileInfo
+    from agentkit.sandboxes.types import Observed as Observed
+    from agentkit.sandboxes.types import SandboxInfo as SandboxInfo
+    from agentkit.sandboxes.types import Snapshot as Snapshot
+    from agentkit.sandboxes.types import Stats as Stats
+    from agentkit.sandboxes.types import Transition as Transition
+
+_MODULES = {
+    name: f"agentkit.sandboxes.{module}"
+    for module, names in {
+        "backend": "Backend Channel Process",
+        "pool.breaker": "Breaker",
+        "pool.health": "HealthPolicy",
+        "pool.pool": "SandboxPool",
+        "recovery.hedge": "Hedge",
+        "recovery.standby": "Standbys",
+        "recovery.supervisor": "Supervisor",
+        "sandbox": "Sandbox",
+        "shell": "Shell ShellResult",
+        "spec": "Mount Network Resources SandboxSpec",
+        "sync": "SyncSandbox",
+        "types": "ExecResult FileInfo Observed SandboxInfo Snapshot Stats Transition",
+    }.items()
+    for name in names.split()
 }
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+"""Module of each public name. Invariant: the same names as in the block for type checkers above."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'agentkit.sandboxes' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker reports unknown names instead of giving them the type Any
+    __all__ = list(_MODULES)
+    __getattr__, __dir__ = lazy_exports(__name__, _MODULES)

@@ -1,7 +1,7 @@
-"""Whose failure it is when a sandbox fails after untrusted code ran in it.
+"""Attribute the failure of a sandbox in which untrusted code ran.
 
-Invariant: the decision uses only what the host and the engine recorded. Nothing that a sandbox sends, no exit code and
-no message, makes a failure external, so no program can excuse itself.
+Invariant: the decision uses only records of the host and the engine. No data from the sandbox, neither an exit code nor
+a message, makes a failure external, so a program cannot excuse itself.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from agentkit.errors import (
     EngineUnavailable,
     ImageError,
     InvalidTransition,
-    LeaseExpired,
     PoolClosed,
     PoolExhausted,
     QuotaExceeded,
+    SandboxExpired,
     SandboxLost,
     StartTimeout,
     UnsupportedFeature,
 )
 
 if TYPE_CHECKING:
-    from agentkit.sandboxes.living import Living
+    from agentkit.sandboxes.sandbox import Sandbox
 
 Cause = Literal["external", "program", "unexplained"]
-"""``external``: the host, the engine, or a request to it. ``program``: the code in the sandbox. ``unexplained``: the
-code or bad luck; try once more, then hold the code responsible."""
+"""``external``: the host, the engine, or a request to it. ``program``: the code in the sandbox. ``unexplained``:
+either of them; retry once, then hold the code responsible."""
 
 _EXTERNAL_REASONS = frozenset({"removed", "engine_down", "replaced", "frozen", "closed"})
 _PROGRAM_REASONS = frozenset({"oom", "tainted"})
@@ -37,7 +37,7 @@ _EXTERNAL_ERRORS = (
     EngineUnavailable,
     ImageError,
     InvalidTransition,
-    LeaseExpired,
+    SandboxExpired,
     PoolClosed,
     PoolExhausted,
     QuotaExceeded,
@@ -50,8 +50,8 @@ def decide(error: Exception, recorded: Mapping[str, Any]) -> Cause:
     """Attribute a failure.
 
     Args:
-        error: what the call raised.
-        recorded: what the engine knows of the sandbox's end (``Living.why_lost``); empty if it knows nothing.
+        error: the error of the call.
+        recorded: the engine's record of the end of the sandbox (``Sandbox.why_lost``); empty if it has none.
     """
     if recorded.get("external") or isinstance(error, _EXTERNAL_ERRORS):
         return "external"
@@ -63,6 +63,6 @@ def decide(error: Exception, recorded: Mapping[str, Any]) -> Cause:
     return "program" if reasons & _PROGRAM_REASONS else "unexplained"
 
 
-async def cause_of(error: Exception, box: Living) -> Cause:
-    """Attribute a failure of ``box``. Ask before you release or close it; takes at most 5 s."""
+async def cause_of(error: Exception, box: Sandbox) -> Cause:
+    """Attribute a failure of ``box``, in at most 5 s. Call this before the sandbox is released or closed."""
     return decide(error, {} if isinstance(error, _EXTERNAL_ERRORS) else await box.why_lost())

@@ -1,11 +1,11 @@
-"""What a back end must do: life cycle in ``Backend``, everything hot in ``Channel``, both small.
+"""Interfaces of a back end: ``Backend`` for the life cycle of sandboxes, ``Channel`` and ``Process`` for their use.
 
-Invariant: a back end gives what the specification asks for or raises ``UnsupportedFeature``; it never puts something
-weaker in its place. Whatever ``create`` had made when it failed or was cancelled is gone when it returns. All methods
-are safe to call concurrently for different sandboxes, and each ends: nothing waits without a bound.
+Invariant: a back end provides what the specification asks for or raises ``UnsupportedFeature``; it never substitutes
+something weaker. When ``create`` fails or is cancelled, nothing that it made is left. All methods can be called
+concurrently for different sandboxes, and every wait has a time limit.
 
-``tests/sandboxes/conformance.py`` is the specification in executable form. Third parties register theirs under the
-entry-point group ``agentkit.sandbox_backends`` (``name = package.module:Class``).
+``agentkit.sandboxes.testing.conformance`` is the executable specification. Third-party back ends are registered under
+the entry-point group ``agentkit.sandbox_backends`` (``name = package.module:Class``).
 """
 
 from __future__ import annotations
@@ -20,179 +20,270 @@ from agentkit.sandboxes.types import BackendEvent, ExecRequest, ExecResult, File
 
 
 class Process(abc.ABC):
-    """A command that runs on: read its output by ``async for stream, data in process``."""
+    """A running command. Read its output with ``async for stream, data in process``."""
 
     @abc.abstractmethod
     def __aiter__(self) -> AsyncIterator[tuple[Stream, bytes]]:
-        """Output as it comes; ends when both streams are closed or the command has ended. The reader's pace holds the
-        program back: at most ``output_limit`` bytes wait."""
+        """Yield output as it is written, until both streams are closed or the command has ended.
+
+        At most ``output_limit`` bytes are buffered; the program blocks while the reader is behind.
+        """
 
     @abc.abstractmethod
     async def write(self, data: bytes) -> None:
-        """Send to standard input; returns when it is on its way. Raises ``SandboxLost``, or ``BrokenPipeError``."""
+        """Send ``data`` to standard input; return when it has been passed on.
+
+        Raises:
+            BrokenPipeError: the command has ended or closed its standard input.
+            SandboxLost: the sandbox is lost.
+        """
 
     @abc.abstractmethod
-    async def close_stdin(self) -> None: ...
+    async def close_stdin(self) -> None:
+        """Close standard input."""
 
     @abc.abstractmethod
     async def kill(self, signal: int = 9) -> None:
-        """Signal the whole process group; done if it has ended already."""
+        """Send a signal to the process group; do nothing if it has ended."""
 
     @abc.abstractmethod
     async def wait(self) -> ExecResult:
-        """How it ended; output that was iterated over is not repeated in it."""
+        """Wait for the end of the command.
+
+        Returns:
+            The result, without the output that was read by iteration.
+
+        Raises:
+            SandboxLost: the sandbox is lost.
+        """
 
 
 class Channel(abc.ABC):
-    """The connection to one running sandbox. Lost once, lost for ever: a restart gives a new one.
+    """The connection to one running sandbox. A lost channel stays lost; a restart returns a new one.
 
-    Every method raises ``SandboxLost`` (with its ``reason``) when the sandbox is gone or goes while it waits, and
-    ``ProtocolError`` if the other side breaks the protocol. Paths are absolute paths in the sandbox.
+    All paths are absolute paths in the sandbox. Every method raises ``SandboxLost`` with the ``reason`` when the
+    sandbox is or gets lost, and ``ProtocolError`` when the other side violates the protocol.
+
+    Attributes:
+        isolation: see ``SandboxInfo.isolation``.
+        lost: a future that gets the reason when the connection ends (``closed`` after ``close``).
+        heard: time of the last data from the other side, by the event loop's clock; constant if it is unknown.
     """
 
     isolation: str
-    """See ``SandboxInfo.isolation``."""
     lost: asyncio.Future[str]
-    """Gets the reason when the connection ends, whoever ended it (``closed`` for ``close``)."""
     heard: float = float("-inf")
-    """When the other side sent anything last, in the event loop's time; stays as it is where that is not known."""
 
     @abc.abstractmethod
     async def exec(self, request: ExecRequest) -> ExecResult:
-        """Run a command to its end, at most once. Cancelling kills the process tree.
+        """Run a command to its end, at most once. Cancellation kills its process tree.
 
-        Raises ``CommandNotFound`` if nothing could be started.
+        Args:
+            request: the resolved command.
+
+        Returns:
+            The exit code and the output. A command that exceeds its timeout is killed and has ``timed_out=True``.
+
+        Raises:
+            CommandNotFound: the program cannot be started.
         """
 
     @abc.abstractmethod
     async def spawn(self, request: ExecRequest) -> Process:
-        """Start a command and return at once; ``request.timeout`` bounds its life."""
+        """Start a command and return at once; it is killed after ``request.timeout`` seconds.
+
+        Raises:
+            CommandNotFound: the program cannot be started.
+        """
 
     @abc.abstractmethod
     async def read(self, path: str, limit: int) -> bytes:
-        """A regular file's content. Raises ``PathError`` (also for FIFOs, devices, sockets), ``FileTooLarge``."""
+        """Return the content of a regular file.
+
+        Args:
+            path: the file.
+            limit: largest size in bytes.
+
+        Raises:
+            PathError: there is no such file, or it is a directory, FIFO, device or socket.
+            FileTooLarge: the file is larger than ``limit``.
+        """
 
     async def stream(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
-        """The same in pieces, as the reader takes them; one that cannot hold its sandbox back gives a single piece."""
+        """Yield the content of a file in pieces, at the reader's pace. Raises like ``read``.
+
+        The default implementation yields a single piece.
+        """
         yield await self.read(path, limit)
 
     @abc.abstractmethod
     async def write(self, path: str, data: bytes, mode: int) -> None:
-        """Replace or create a file at once, or not at all; parents are made. Raises ``PathError``, ``DiskFull``."""
+        """Create or replace a file atomically; create its parent directories.
+
+        Args:
+            path: the file.
+            data: the content.
+            mode: permission bits.
+
+        Raises:
+            PathError: the path cannot be written.
+            DiskFull: there is not enough space.
+        """
 
     @abc.abstractmethod
     async def list(self, path: str) -> list[FileInfo]:
-        """A directory's entries, by name. Raises ``PathError``."""
+        """Return the entries of a directory, sorted by name. Raises ``PathError``."""
 
     @abc.abstractmethod
     async def stat(self, path: str) -> FileInfo | None:
-        """None if there is nothing."""
+        """Return the description of a file; None if it does not exist."""
 
     @abc.abstractmethod
     async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory; nothing there is fine."""
+        """Remove a file or a directory with its content, if it exists."""
 
     @abc.abstractmethod
     async def mkdir(self, path: str) -> None:
-        """Make a directory and its parents; one there already is fine."""
+        """Create a directory and its parents, if they do not exist."""
 
     @abc.abstractmethod
-    async def stats(self) -> Stats: ...
+    async def stats(self) -> Stats:
+        """Return the resources that the sandbox uses."""
 
     @abc.abstractmethod
     async def ping(self, timeout: float) -> float:
-        """Seconds of a round trip. Raises ``asyncio.TimeoutError``."""
+        """Return the seconds of a round trip. Raises ``asyncio.TimeoutError`` after ``timeout`` seconds."""
 
     @abc.abstractmethod
     def lose(self, reason: str) -> None:
-        """End the connection because the sandbox is lost: all that waits on it raises ``SandboxLost`` with ``reason``
-        at once. The first reason stays."""
+        """End the connection because the sandbox is lost: every pending call raises ``SandboxLost`` with ``reason``.
+
+        Further calls have no effect.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """End the connection, not the sandbox. Twice is fine."""
+        """End the connection; the sandbox continues. May be called twice."""
 
 
 class Backend(abc.ABC):
-    """Where sandboxes live. One instance serves many of them, in one event loop."""
+    """An engine that runs sandboxes. One instance serves many sandboxes, in one event loop.
+
+    Attributes:
+        name: the name under which the back end is registered.
+    """
 
     name: ClassVar[str]
 
     def recipe(self) -> Mapping[str, Any] | None:
-        """Keyword arguments, plain data, with which the reaper (another process) makes a back end of this class that
-        sees the same sandboxes. None if no sandbox can outlive its owner, or someone else removes it then."""
+        """Return how the reaper, in another process, creates a back end that controls the same sandboxes.
+
+        Returns:
+            Keyword arguments of the class, as plain data. None if no sandbox can outlive its owner, or if another
+            component removes it then.
+        """
         return {}
 
     @abc.abstractmethod
     async def start(self) -> None:
-        """Connect to the engine. Raises ``EngineUnavailable`` with the remedy."""
+        """Connect to the engine.
+
+        Raises:
+            EngineUnavailable: the engine does not answer; the message names the remedy.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Let go of the engine; sandboxes stay as they are. Twice is fine."""
+        """Disconnect from the engine; sandboxes continue. May be called twice."""
 
     @abc.abstractmethod
     def check(self, spec: SandboxSpec) -> None:
-        """Raise ``UnsupportedFeature`` for what this back end cannot give."""
+        """Raise ``UnsupportedFeature`` if this back end cannot provide what ``spec`` asks for."""
 
     @abc.abstractmethod
     async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Channel:
-        """Make and start a sandbox named ``id`` and return when it answers.
+        """Create and start a sandbox, and wait until it answers.
 
-        ``labels`` (the owner's and the reaper's) come back from ``list``. Raises ``ImageError``, ``StartTimeout``
-        (with the phase), ``EngineUnavailable``.
+        Args:
+            id: the name of the sandbox.
+            spec: the specification.
+            labels: labels of the owner and the reaper, which ``list`` returns.
+
+        Returns:
+            The channel of the sandbox.
+
+        Raises:
+            UnsupportedFeature: see ``check``.
+            ImageError: the image cannot be obtained.
+            StartTimeout: the sandbox did not start in time; ``details["phase"]`` names the phase.
+            EngineUnavailable: the engine does not answer.
         """
 
     @abc.abstractmethod
     async def attach(self, id: str) -> tuple[SandboxSpec, Channel]:
-        """Connect to a running sandbox, whoever made it. Raises ``SandboxLost`` if there is none."""
+        """Connect to a running sandbox of any owner.
+
+        Raises:
+            SandboxLost: there is no such sandbox, or it does not run.
+        """
 
     @abc.abstractmethod
     async def restart(self, id: str) -> Channel:
-        """Kill whatever runs in it and start it again; the tmpfs are empty afterwards."""
+        """Kill all processes of a sandbox and start it again, with empty tmpfs. Returns the new channel."""
 
     @abc.abstractmethod
     async def pause(self, id: str) -> None:
-        """Freeze all its processes."""
+        """Freeze all processes of a sandbox."""
 
     @abc.abstractmethod
-    async def resume(self, id: str) -> None: ...
+    async def resume(self, id: str) -> None:
+        """Continue the processes of a paused sandbox."""
 
     @abc.abstractmethod
     async def snapshot(self, id: str, name: str) -> Snapshot:
-        """Keep the root file system and the tmpfs. ``create`` with the snapshot's image, then ``restore``."""
+        """Store the root file system and the tmpfs of a sandbox.
+
+        To use it, call ``create`` with the image of the snapshot, then ``restore``.
+        """
 
     @abc.abstractmethod
     async def restore(self, id: str, snapshot: Snapshot) -> None:
-        """Put the snapshot's tmpfs in place of those of sandbox ``id``."""
+        """Replace the tmpfs of a sandbox with those of the snapshot."""
 
     @abc.abstractmethod
     async def discard(self, snapshot: Snapshot) -> None:
-        """Remove what a snapshot holds; nothing there is fine."""
+        """Remove a snapshot, if it exists."""
 
     async def snapshots(self) -> Sequence[Observed]:
-        """The snapshots that can outlive their owners, by name, with their owners' labels (``lease.Lease.labels``)."""
+        """Return the snapshots that can outlive their owners, with the labels of the owners."""
         return ()
 
     @abc.abstractmethod
     async def remove(self, id: str) -> None:
-        """Kill and remove, with all that belongs to it (directories, networks); nothing there is fine."""
+        """Kill and remove a sandbox with its directories and networks, if it exists."""
 
     async def extend(self, id: str, ttl: float | None) -> None:  # noqa: B027
-        """The owner gave ``id`` ``ttl`` more seconds from now, or all its own life: for back ends where someone other
-        than the owner ends what has outlived its time."""
+        """Note that the owner has extended the life of a sandbox.
+
+        For back ends in which another component than the owner removes expired sandboxes.
+
+        Args:
+            id: the sandbox.
+            ttl: seconds from now; None for no limit.
+        """
 
     @abc.abstractmethod
-    async def inspect(self, id: str) -> Observed: ...
+    async def inspect(self, id: str) -> Observed:
+        """Return the state of a sandbox, ``absent`` if it does not exist."""
 
     @abc.abstractmethod
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
-        """All sandboxes of this back end that carry these labels, whoever made them."""
+        """Return all sandboxes of this back end, of any owner, that have these labels."""
 
     @abc.abstractmethod
     async def logs(self, id: str, tail: int) -> bytes:
-        """The last ``tail`` lines that the sandbox's main process wrote."""
+        """Return the last ``tail`` lines of output of a sandbox's main process."""
 
     @abc.abstractmethod
     def events(self) -> AsyncIterator[BackendEvent]:
-        """What happens from now on. Ends or raises ``EngineUnavailable`` when the engine goes away."""
+        """Yield events from now on. Ends or raises ``EngineUnavailable`` when the engine stops answering."""

@@ -1,7 +1,7 @@
-"""When something that failed may be tried again, and when it has failed too often.
+"""Decide when failed work may be retried, and when it has failed too often.
 
-Invariant: pure; the time is an argument and chance comes from the caller's generator, so that a failure can be
-replayed.
+Invariant: pure; the time is an argument and random numbers come from the caller's generator, so that a failure can be
+reproduced.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Backoff:
-    """Growing waits with full jitter: many that failed together do not come back together."""
+    """Growing delays with full jitter, so that callers that failed together do not retry together."""
 
     base: float = 0.5
-    """Longest wait after the first failure, in seconds."""
+    """Longest delay after the first failure, in seconds."""
     factor: float = 2.0
     cap: float = 30.0
-    """Longest wait of all, in seconds."""
+    """Longest delay after any number of failures, in seconds."""
     least: float = 0.0
-    """Share of the longest wait that is always waited."""
+    """Share of the longest delay that is always waited."""
 
     def ceiling(self, failures: int) -> float:
-        """The longest that ``delay`` can be after so many failures in a row."""
-        # A power beyond 64 changes nothing any more, but could overflow.
+        """Return the longest delay in seconds after so many failures in a row."""
+        # A power beyond 64 changes nothing, but could overflow.
         return min(self.cap, self.base * self.factor ** min(max(failures - 1, 0), 64))
 
     def delay(self, failures: int, rng: random.Random) -> float:
-        """Seconds to wait after ``failures`` failures in a row: from ``least`` of ``ceiling`` to all of it."""
+        """Return the seconds to wait after ``failures`` failures in a row."""
         ceiling = self.ceiling(failures)
         return rng.uniform(self.least * ceiling, ceiling)
 
 
 @dataclass
-class Intensity:
-    """So many restarts within a window are help; more are a crash loop."""
+class RestartLimit:
+    """Number of restarts allowed within a sliding window; more are a crash loop."""
 
     limit: int = 3
     window: float = 60.0
@@ -44,7 +44,7 @@ class Intensity:
     _times: deque[float] = field(default_factory=deque)
 
     def allow(self, now: float) -> bool:
-        """Whether one more restart may begin at ``now``; it is counted if so."""
+        """Return whether one more restart may begin at ``now``, and count it if so."""
         while self._times and now - self._times[0] >= self.window:
             self._times.popleft()
         if len(self._times) >= self.limit:
@@ -54,29 +54,32 @@ class Intensity:
 
     @property
     def recent(self) -> int:
-        """Restarts that counted when ``allow`` was last asked."""
+        """Number of restarts in the window at the last call of ``allow``."""
         return len(self._times)
 
 
-class Setbacks:
-    """Failures in a row of one kind of work, and when it may be tried again."""
+class FailureStreak:
+    """Failures in a row of one kind of work, and when it may be retried."""
 
     def __init__(self, rng: random.Random, backoff: Backoff = Backoff()) -> None:
         self._rng, self._backoff = rng, backoff
         self.clear()
 
     def clear(self) -> None:
-        """It has worked."""
+        """Record a success."""
         self.count = 0
         self.last = float("-inf")
-        """When the last one that counts was noticed."""
+        """Time of the last failure that was counted."""
         self.not_before = 0.0
+        """Time of the next attempt."""
         self.error: Exception | None = None
-        """The last one."""
+        """The last failure."""
 
     def add(self, error: Exception, now: float, *, began: float | None = None) -> None:
-        """Count a failure of work that began at ``began``. Work that began before the last failure was noticed says
-        nothing new: several that fail together count once."""
+        """Count a failure of work that began at ``began``.
+
+        Work that began before the last counted failure is ignored: concurrent failures count once.
+        """
         self.error = error
         if began is not None and began <= self.last:
             return

@@ -1,121 +1,134 @@
-"""The files of a sandbox: read, written and copied, in both directions.
+"""Read, write and copy the files of a sandbox.
 
-Invariant: what comes from a sandbox is data of somebody hostile. A download writes regular files below the path that
-was asked for and nowhere else, whatever names and links the sandbox shows; sizes and numbers are bounded; links,
-devices and pipes are never opened.
+Invariant: data from a sandbox is untrusted. A download writes regular files below its target only, independent of names
+and links in the sandbox; sizes and counts are bounded; links, devices and pipes are not opened.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import posixpath
-import secrets
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
+from agentkit.atomic_file import write_atomically
 from agentkit.errors import FileTooLarge, PathError
-from agentkit.sandboxes import calls
-from agentkit.sandboxes.living import Living
+from agentkit.sandboxes import commands
+from agentkit.sandboxes.threads import in_thread
 from agentkit.sandboxes.types import FileInfo
 
+if TYPE_CHECKING:
+    from agentkit.sandboxes.sandbox import Sandbox
+
 READ_LIMIT = 64 << 20
-"""Bytes that a file may have, unless the call says otherwise."""
+"""Default limit of a file in bytes."""
 COPY_LIMIT = 1 << 30
-"""Bytes of a whole upload or download."""
+"""Bytes of an upload or download."""
 ENTRY_LIMIT = 100_000
-"""Files and directories of a whole upload or download."""
+"""Files and directories of an upload or download."""
 DEPTH_LIMIT = 256
-"""Directories below each other in an upload or download."""
+"""Nested directories of an upload or download."""
 
 
 class Files:
-    """``sandbox.files``. Paths that are not absolute are seen from the working directory.
+    """Files of a sandbox: ``box.files``. Relative paths start at the working directory.
 
-    All methods raise like ``Sandbox.exec``, and ``PathError`` for what is missing, not permitted or of the wrong kind.
+    All methods raise ``PathError`` for a file that is missing, not permitted or of the wrong kind, and ``SandboxLost``,
+    ``SandboxExpired`` and ``InvalidTransition`` like ``Sandbox.exec``.
     """
 
-    def __init__(self, sandbox: Living) -> None:
+    def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     async def read(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        """A regular file's content. Raises ``FileTooLarge`` beyond ``limit`` bytes."""
+        """Return the content of a regular file. Raises ``FileTooLarge`` beyond ``limit`` bytes."""
         where = self._path(path)
         return await self._sandbox.call(lambda channel: channel.read(where, limit), "read")
 
     async def read_text(self, path: str, *, limit: int = READ_LIMIT) -> str:
-        """The content as UTF-8; what is not is replaced."""
+        """Return the content as text; invalid UTF-8 is replaced."""
         return (await self.read(path, limit=limit)).decode("utf-8", "replace")
 
     async def write(self, path: str, data: str | bytes, *, mode: int = 0o644) -> None:
-        """Replace or create a file, at once or not at all; parents are made. Raises ``DiskFull``."""
+        """Create or replace a file atomically; creates parent directories. Raises ``DiskFull``."""
         where, content = self._path(path), data.encode() if isinstance(data, str) else bytes(data)
         await self._sandbox.call(lambda channel: channel.write(where, content, mode), "write")
 
     async def list(self, path: str = ".") -> Sequence[FileInfo]:
-        """A directory's entries, by name."""
+        """Return the entries of a directory, sorted by name."""
         where = self._path(path)
         return await self._sandbox.call(lambda channel: channel.list(where), "list")
 
     async def stat(self, path: str) -> FileInfo | None:
-        """What there is, links not followed; None if there is nothing."""
+        """Return the entry at ``path`` without following links, or None."""
         where = self._path(path)
         return await self._sandbox.call(lambda channel: channel.stat(where), "stat")
 
     async def exists(self, path: str) -> bool:
+        """Return whether ``path`` exists, without following links."""
         return await self.stat(path) is not None
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory; nothing there is fine."""
+        """Remove a file or a directory with its content, if it exists."""
         where = self._path(path)
         await self._sandbox.call(lambda channel: channel.remove(where), "remove")
 
     async def mkdir(self, path: str) -> None:
-        """Make a directory and its parents; one there already is fine."""
+        """Create a directory and its parents, if necessary."""
         where = self._path(path)
         await self._sandbox.call(lambda channel: channel.mkdir(where), "mkdir")
 
     async def upload(self, source: str | os.PathLike[str], path: str) -> None:
-        """Copy a file, or a directory with all that is in it, from this machine; links are followed.
+        """Copy a file or a directory from this machine; links are followed.
 
-        Raises ``OSError`` for the source and, before anything is sent, ``FileTooLarge`` if there is too much of it:
-        more than ``COPY_LIMIT`` bytes, ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels of directories.
+        Raises:
+            OSError: the source cannot be read.
+            FileTooLarge: more than ``COPY_LIMIT`` bytes, ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels; nothing is
+                sent then.
         """
-        copies = await asyncio.to_thread(_to_upload, Path(source))
+        copies = await in_thread(_to_upload, Path(source))
         for part, file in copies:
             target = posixpath.join(path, part) if part else path
             if file is None:
                 await self.mkdir(target)
                 continue
-            data, mode = await asyncio.to_thread(lambda file=file: (file.read_bytes(), file.stat().st_mode & 0o777))
+            data, mode = await in_thread(lambda file=file: (file.read_bytes(), file.stat().st_mode & 0o777))
             await self.write(target, data, mode=mode)
 
     async def download(self, path: str, target: str | os.PathLike[str], *, limit: int = COPY_LIMIT) -> Sequence[str]:
-        """Copy a file, or a directory with all regular files in it, to this machine.
+        """Copy a file, or a directory with its regular files, to this machine.
 
-        A file at ``target`` is replaced; a directory must not be there yet. Returns the paths that were left out:
-        links, devices, pipes. Raises ``OSError`` for the target and ``FileTooLarge`` beyond ``limit`` bytes in all,
-        ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels of directories; nothing is written then if the sandbox shows
-        it beforehand.
+        Args:
+            path: source in the sandbox.
+            target: replaced if it is a file; a directory must not exist yet.
+            limit: bytes in total.
+
+        Returns:
+            The paths that were skipped: links, devices, pipes.
+
+        Raises:
+            OSError: the target cannot be written.
+            FileTooLarge: more than ``limit`` bytes, ``ENTRY_LIMIT`` entries or ``DEPTH_LIMIT`` levels.
         """
         where = self._path(path)
         info = await self.stat(where)
         if info is None:
-            raise PathError(f"there is no {where} in the sandbox", path=where)
+            raise PathError(f"{where} does not exist in the sandbox", path=where)
         if info.kind == "file":
             data = await self.read(where, limit=min(limit, READ_LIMIT))
-            await asyncio.to_thread(_replace, Path(target), data, info.mode)
+            await in_thread(_write, Path(target), data, info.mode)
             return []
         if info.kind != "directory":
             raise PathError(f"{where} is neither a file nor a directory ({info.kind})", path=where)
         return await _Download(self, where, Path(target), limit).run()
 
     def _path(self, path: str) -> str:
-        return calls.path_in(self._sandbox.spec, path)
+        return commands.path_in(self._sandbox.spec, path)
 
 
 class _Download:
-    """A directory on its way out."""
+    """The download of one directory."""
 
     def __init__(self, files: Files, source: str, target: Path, limit: int) -> None:
         self._files = files
@@ -126,17 +139,17 @@ class _Download:
 
     async def run(self) -> Sequence[str]:
         found = await self._walk()
-        # mkdir of directories of our own: nothing in them can be a foreign link.
-        await asyncio.to_thread(self._target.mkdir)
+        # New directories of this user: they contain no links of others.
+        await in_thread(self._target.mkdir)
         for path, info in found:
             if info.kind == "directory":
-                await asyncio.to_thread((self._target / path).mkdir)
+                await in_thread((self._target / path).mkdir)
             else:
                 await self._file(info, self._target / path)
         return self._skipped
 
     async def _walk(self) -> list[tuple[PurePosixPath, FileInfo]]:
-        """What to copy, by its path below the target, directories before what is in them. Raises ``FileTooLarge``."""
+        """Return the entries to copy, with paths below the target, parents first. Raises ``FileTooLarge``."""
         found: list[tuple[PurePosixPath, FileInfo]] = []
         size = 0
         waiting = [(self._source, PurePosixPath())]
@@ -147,9 +160,7 @@ class _Download:
             for info in await self._files.list(source):
                 name = posixpath.basename(info.path)
                 if not _is_name(name) or info.path != posixpath.join(source, name):
-                    raise PathError(
-                        f"the sandbox shows an entry {info.path!r} in {source}, which cannot be", path=source
-                    )
+                    raise PathError(f"the sandbox lists an impossible entry {info.path!r} in {source}", path=source)
                 if info.kind not in ("directory", "file"):
                     self._skipped.append(info.path)
                     continue
@@ -165,32 +176,23 @@ class _Download:
         return found
 
     async def _file(self, info: FileInfo, target: Path) -> None:
-        # Its size is the sandbox's word: what counts is what comes.
+        # The listed size is untrusted: the received bytes count.
         data = await self._files.read(info.path, limit=min(self._left, READ_LIMIT))
         self._left -= len(data)
-        await asyncio.to_thread(_replace, target, data, info.mode)
+        await in_thread(_write, target, data, info.mode)
 
 
 def _is_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def _replace(target: Path, data: bytes, mode: int) -> None:
-    """Write beside it, then take its place: a link at ``target`` is replaced, never followed."""
-    hidden = target.with_name(f".{secrets.token_hex(8)}.part")
-    # Neither set-user-id nor writable by others, whatever the sandbox says.
-    fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600 | (mode & 0o755))
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        os.replace(hidden, target)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
+def _write(target: Path, data: bytes, mode: int) -> None:
+    # The mode comes from the sandbox: never set-user-id, never writable by others.
+    write_atomically(target, data, mode=0o600 | (mode & 0o755))
 
 
 def _to_upload(source: Path) -> list[tuple[str, Path | None]]:
-    """What to copy: path below the source, and the file, or None for a directory. Raises ``FileTooLarge``."""
+    """Return paths below the source, each with its file, or None for a directory. Raises ``FileTooLarge``."""
     if not source.is_dir():
         _check_size(source, [source])
         return [("", source)]
@@ -214,4 +216,4 @@ def _to_upload(source: Path) -> list[tuple[str, Path | None]]:
 def _check_size(source: Path, files: Sequence[Path]) -> None:
     sizes = [file.stat().st_size for file in files]
     if sum(sizes) > COPY_LIMIT or max(sizes, default=0) > READ_LIMIT:
-        raise FileTooLarge(f"{source} has {sum(sizes)} bytes in {len(files)} files, which is too much for an upload")
+        raise FileTooLarge(f"{source} has {sum(sizes)} bytes in {len(files)} files: too large for an upload")

@@ -1,9 +1,8 @@
-"""The life of one sandbox as a small state machine: which state may follow which, why it did, and in which generation.
+"""State machine of one sandbox.
 
-Invariant: the state is always one that a legal transition led to, and every transition is recorded with its cause and
-both clocks. ``stopping`` can be entered from every state but ``removed``, so that nothing is ever beyond removal. The
-generation counts starts: it grows when a sandbox starts and when it recovers, and whatever belongs to an earlier one is
-lost.
+Invariant: the state changes only by legal transitions, and each is recorded with its cause and both clocks.
+``stopping`` can follow every state except ``removed``, so that every sandbox can be removed. The generation counts
+starts and recoveries; processes and connections of an earlier generation are lost.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from agentkit.errors import InvalidTransition
 from agentkit.sandboxes.types import State, Transition
 
 HISTORY = 100
-"""Transitions kept; those between ``ready`` and ``busy`` are kept apart, so that work never pushes out a cause."""
+"""Number of transitions kept. Those between ``ready`` and ``busy`` are kept separately, so that calls do not displace
+causes."""
 
 _LIVE: frozenset[State] = frozenset({"degraded", "unhealthy", "recovering", "failed", "stopping"})
-"""What may follow each state in which a sandbox exists."""
+"""States that can follow every state in which a sandbox exists."""
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "pending": frozenset({"creating", "failed", "stopping"}),
@@ -35,16 +35,16 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "removed": frozenset(),
     "failed": frozenset({"stopping"}),
 }
-"""The legal transitions. ``degraded`` and ``unhealthy`` go back to ``ready`` when what was wrong has passed."""
+"""The legal transitions. ``degraded`` and ``unhealthy`` return to ``ready`` when the problem is over."""
 
 WORKING: frozenset[State] = frozenset({"ready", "busy", "degraded"})
-"""States in which a sandbox takes commands."""
+"""States in which a sandbox accepts commands."""
 
 _STARTS: frozenset[State] = frozenset({"starting", "recovering"})
 
 
 class Lifecycle:
-    """The state of one sandbox and how it got there."""
+    """The state of one sandbox and its history."""
 
     def __init__(
         self, id: str, *, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -65,11 +65,11 @@ class Lifecycle:
         return [transition for _, transition in sorted([*self._causes, *self._work], key=lambda entry: entry[0])]
 
     def can(self, state: State) -> bool:
-        """Whether ``state`` may follow the present one."""
+        """Return whether ``state`` can follow the current state."""
         return state in TRANSITIONS[self.state]
 
     def to(self, state: State, cause: str) -> Transition:
-        """Change the state. Raises ``InvalidTransition``, and then changes nothing."""
+        """Change the state. Raises ``InvalidTransition`` for an illegal transition, which changes nothing."""
         if not self.can(state):
             possible = ", ".join(sorted(TRANSITIONS[self.state])) or "nothing"
             raise InvalidTransition(
@@ -88,7 +88,7 @@ class Lifecycle:
         return transition
 
     def watch(self, watcher: Callable[[Transition], None]) -> Callable[[], None]:
-        """Call ``watcher`` with every transition from now on; returns what ends it. It must not raise or block."""
+        """Call ``watcher``, which must not raise or block, with each transition; return a function that stops it."""
         self._watchers.append(watcher)
 
         def stop() -> None:

@@ -1,8 +1,8 @@
-"""Where sandboxes keep their sockets and leases on this host: one tree a user, private to that user.
+"""Paths of sockets, heartbeats and records on this host: one directory tree per user, private to that user.
 
-Invariant: the root belongs to this user, is a real directory and closed to everybody else (0700); it is checked on
-every use, since ``/tmp`` is everybody's. What lies below may be open to read, because a sandbox sees its own directory
-mounted and runs as another user. A name that is not a sandbox's id never becomes a path.
+Invariant: the root is a directory of this user with mode 0700, not a link; it is checked on every use, since ``/tmp``
+is shared. Directories below may be readable, because a sandbox runs as another user and sees its own directory mounted.
+Only valid ids become paths.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from agentkit.errors import ConfigError
 
 MOUNT = "/run/agentkit"
-"""Where a sandbox sees its own directory, read-only."""
+"""Mount point of a sandbox's own directory, read-only."""
 
 BUNDLES = "/agentkit"
-"""Where a container sees the interpreter of its agent, read-only."""
+"""Mount point of the agent's interpreter in a container, read-only."""
 BUNDLE = f"{BUNDLES}/agent"
 
 _ID = re.compile(r"ak-[0-9a-f]{16}")
@@ -34,14 +34,21 @@ def new_id() -> str:
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` is a sandbox id."""
+    """Return whether ``text`` is a sandbox id."""
     return _ID.fullmatch(text) is not None
 
 
-def runtime_root() -> Path:
-    """This user's directory: ``$AGENTKIT_RUNTIME_DIR``, ``$XDG_RUNTIME_DIR/agentkit`` or ``/tmp/agentkit-<uid>``.
+def checked_id(text: str) -> str:
+    """Return ``text`` if it is a sandbox id, else raise ``ValueError``."""
+    if not is_id(text):
+        raise ValueError(f"{text!r} is not a sandbox id: ak- and 16 hexadecimal digits")
+    return text
 
-    Made if it is missing. Raises ``ConfigError`` if it belongs to somebody else, is a link, or is open to others.
+
+def runtime_root() -> Path:
+    """Return this user's root: ``$AGENTKIT_RUNTIME_DIR``, ``$XDG_RUNTIME_DIR/agentkit`` or ``/tmp/agentkit-<uid>``.
+
+    Creates it. Raises ``ConfigError`` if it belongs to another user, is a link, or is open to others.
     """
     if chosen := os.environ.get("AGENTKIT_RUNTIME_DIR"):
         root = Path(chosen)
@@ -56,7 +63,7 @@ def runtime_root() -> Path:
         found = root.lstat()
     except OSError as error:
         raise ConfigError(
-            f"cannot make {root}: {error.strerror}; set AGENTKIT_RUNTIME_DIR to a directory of yours"
+            f"cannot create {root}: {error.strerror}; set AGENTKIT_RUNTIME_DIR to a directory of yours"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
@@ -67,62 +74,58 @@ def runtime_root() -> Path:
 
 
 def sandbox_directory(id: str) -> Path:
-    """The directory of sandbox ``id``; not made. Raises ``ValueError`` for anything but an id."""
-    if not is_id(id):
-        raise ValueError(f"{id!r} is no sandbox id: ak- and 16 hexadecimal digits")
-    return _subdirectory("sandboxes") / id
+    """Return the directory of sandbox ``id`` without creating it. Raises ``ValueError`` for an invalid id."""
+    return _subdirectory("sandboxes") / checked_id(id)
 
 
 def make_sandbox_directory(id: str) -> Path:
-    """Make the directory of sandbox ``id``, readable by the sandbox's user and writable by this one only."""
+    """Create the directory of sandbox ``id``, readable by the sandbox's user."""
     directory = sandbox_directory(id)
     directory.mkdir(exist_ok=True)
-    directory.chmod(0o755)  # The agent looks for sockets in it; the umask may have closed it.
+    directory.chmod(0o755)  # for the agent, which looks for sockets; the umask may have removed the bits
     return directory
 
 
 def remove_sandbox_directory(id: str) -> None:
-    """Remove it with all that is in it; nothing there is fine."""
+    """Remove the directory of sandbox ``id``, if it exists."""
     shutil.rmtree(sandbox_directory(id), ignore_errors=True)
     nonce_path(sandbox_directory(id)).unlink(missing_ok=True)
 
 
 def nonce_path(directory: Path) -> Path:
-    """Where the host keeps the secret of the agent that has ``directory``: beside it, out of the sandbox's sight."""
+    """Return the file with the agent's secret: beside ``directory``, where the sandbox does not see it."""
     return directory.with_name(f"{directory.name}.nonce")
 
 
 def sandbox_ids() -> Iterator[str]:
-    """The sandboxes of this user that have a directory here."""
+    """Yield the sandboxes of this user that have a directory."""
     return (entry.name for entry in sorted(_subdirectory("sandboxes").iterdir()) if is_id(entry.name))
 
 
-def lease_directory() -> Path:
-    """Where each owner process keeps one file, named like its run."""
-    return _subdirectory("leases")
+def heartbeat_directory() -> Path:
+    """Return the directory with one heartbeat file per owner process."""
+    return _subdirectory("heartbeats")
 
 
-def lease_path(run: str) -> Path:
-    """The lease file of owner process ``run``; not made. Raises ``ValueError`` for a name that could be a path."""
+def heartbeat_path(run: str) -> Path:
+    """Return the heartbeat file of owner process ``run``. Raises ``ValueError`` for an invalid name."""
     if _RUN.fullmatch(run) is None:
-        raise ValueError(f"{run!r} is no name of a run: letters, digits and dashes")
-    return lease_directory() / run
+        raise ValueError(f"{run!r} is not the name of a run (letters, digits and dashes)")
+    return heartbeat_directory() / run
 
 
 def record_path(id: str) -> Path:
-    """Where it is written down whose sandbox ``id`` is; not made. Raises ``ValueError`` for anything but an id."""
-    if not is_id(id):
-        raise ValueError(f"{id!r} is no sandbox id: ak- and 16 hexadecimal digits")
-    return _subdirectory("records") / id
+    """Return the record of sandbox ``id``. Raises ``ValueError`` for an invalid id."""
+    return _subdirectory("records") / checked_id(id)
 
 
 def recorded_ids() -> Iterator[str]:
-    """The sandboxes that have a record."""
+    """Yield the sandboxes that have a record."""
     return (entry.name for entry in sorted(_subdirectory("records").iterdir()) if is_id(entry.name))
 
 
 def backend_directory(name: str) -> Path:
-    """Where a back end keeps what only it reads."""
+    """Return the directory of a back end's own files."""
     return _subdirectory(f"backend-{name}")
 
 

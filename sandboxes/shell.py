@@ -1,12 +1,11 @@
-"""A shell that lives on between commands: working directory, variables and functions stay.
+"""A shell session: working directory, variables and functions are kept between commands.
 
-Invariant: a command's output and status end at a mark that holds a number nobody could know, so that no output can be
-taken for it; standard input is empty, so that no command can eat the next one. Functions, aliases and traps that a
-command leaves behind are not called to run the next command or to print its mark. A command that runs out of time is
-interrupted like by Ctrl-C, and the rest of its line with it; should the shell not answer then, or have ended, a new one
-takes its place and the result says so (``session_restarted``).
+Invariant: the end of a command's output is marked by a random number, which no output can contain by chance; standard
+input is empty, so that a command cannot consume the next one. Functions, aliases and traps that a command defines are
+not used to run the next command or to print its end mark. A command that times out is interrupted as by Ctrl-C. If the
+shell then does not answer, or has ended, a new shell replaces it and the result has ``session_restarted=True``.
 
-The shell is interactive, without a terminal: that is what makes it survive an interrupt and abandon the line.
+The shell is interactive without a terminal: it survives an interrupt and discards the rest of the line.
 """
 
 from __future__ import annotations
@@ -18,40 +17,45 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentkit.errors import CommandNotFound, ExecFailed, ExecTimeout, SandboxError, SandboxLost
-from agentkit.sandboxes import calls
-from agentkit.sandboxes.aio import finished
+from agentkit.errors import CommandNotFound, SandboxError, SandboxLost
+from agentkit.sandboxes import commands
 from agentkit.sandboxes.backend import Process
-from agentkit.sandboxes.capture import Capture
-from agentkit.sandboxes.living import Living
+from agentkit.sandboxes.output import Capture
+from agentkit.sandboxes.tasks import finished, stopped
 from agentkit.sandboxes.types import ExecResult, Stream
+
+if TYPE_CHECKING:
+    from agentkit.sandboxes.sandbox import Sandbox
 
 START_TIMEOUT = 20.0
 RESYNC_TIMEOUT = 1.0
-"""Seconds in which an interrupted shell must answer before it is killed."""
+"""Seconds that an interrupted shell has to answer before it is killed."""
 _ASK_AGAIN = 0.25
 _LIFE = 7 * 86400.0
 _SIGINT, _SIGKILL = 2, 9
 
 _BEST_SHELL = (
-    "command -v bash >/dev/null 2>&1 && exec bash --norc --noprofile --noediting -i; exec sh -i"  # bash if there is one
+    "command -v bash >/dev/null 2>&1 && exec bash --norc --noprofile --noediting -i; exec sh -i"  # bash, if it exists
 )
 _QUIET = "set +o history; set +H"
-"""For bash: an exclamation mark means nothing."""
+"""For bash: no history, no expansion of exclamation marks."""
 
 
 @dataclass(frozen=True)
 class ShellResult(ExecResult):
-    """How a command of a shell ended."""
+    """Result of a shell command.
+
+    Attributes:
+        session_restarted: the shell ended or was killed; the next command runs in a new shell without the old state.
+    """
 
     session_restarted: bool = False
-    """The shell ended, or had to be killed: the next command meets a new one, without what the old one knew."""
 
 
 class _Output:
-    """One stream of the shell, cut into what belongs to each command."""
+    """One output stream of the shell, split by command."""
 
     def __init__(self) -> None:
         self._capture = Capture(0)
@@ -63,10 +67,10 @@ class _Output:
         self.complete = asyncio.Event()
 
     def expect(self, limit: int, nonce: str) -> None:
-        """From here on output belongs to a command that ends with the mark of ``nonce``."""
+        """Start the output of a command that ends with the mark of ``nonce``."""
         self._capture = Capture(limit)
-        # A shell that was asked several times whether it answers may still say so: the mark before this one is dropped
-        # too. None of an older one can come, for a shell reads and answers in order.
+        # An interrupted shell may print the previous mark several times: drop it. Older marks cannot follow, since a
+        # shell reads and answers in order.
         self._mark = _any_of(self._last, nonce)
         self._last = nonce
         self._longest = len(nonce) + 16
@@ -75,7 +79,7 @@ class _Output:
         self.feed(b"")
 
     def expect_also(self, nonce: str) -> None:
-        """The command was interrupted: its own mark may come or not, this one ends it."""
+        """Accept another end mark, for a command that was interrupted and may not print its own."""
         self._mark = re.compile(self._mark.pattern + b"|" + _any_of(nonce).pattern)
         self._last = nonce
         self.complete.clear()
@@ -89,18 +93,17 @@ class _Output:
                 digits = match[0].strip(b"\x1e").partition(b":")[2]
                 self.status = int(digits) if digits else None
                 self.complete.set()
-        # What may be the beginning of a mark waits; the rest need not.
-        keep = 0 if self.complete.is_set() else self._longest
-        if not self.complete.is_set() and len(self._pending) > keep:
-            cut = len(self._pending) - keep
+        if self.complete.is_set():
+            # Background output between two commands; bounded, and part of the next result.
+            self._pending = self._pending[-65536:]
+        else:
+            # The tail may be the beginning of a mark; the rest is output.
+            cut = max(0, len(self._pending) - self._longest)
             self._capture.feed(self._pending[:cut])
             self._pending = self._pending[cut:]
-        elif self.complete.is_set():
-            # Written in the background between two commands; bounded, and shown with the next one.
-            self._pending = self._pending[-65536:]
 
     def take(self) -> tuple[bytes, bool]:
-        """What belonged to the command, and whether something was left out."""
+        """Return the output of the command, and whether it was truncated."""
         if not self.complete.is_set():
             self._capture.feed(self._pending)
             self._pending = b""
@@ -108,9 +111,17 @@ class _Output:
 
 
 class Shell:
-    """Made by ``Sandbox.shell``. Commands run one after the other."""
+    """A shell session in a sandbox; use ``Sandbox.shell``. Commands run one at a time.
 
-    def __init__(self, sandbox: Living, *, cwd: str | None, env: Mapping[str, str] | None) -> None:
+    Example:
+        ```python
+        async with box.shell() as shell:
+            await shell.run("cd src && export DEBUG=1")
+            result = await shell.run("make test", timeout=300)
+        ```
+    """
+
+    def __init__(self, sandbox: Sandbox, *, cwd: str | None, env: Mapping[str, str] | None) -> None:
         self._sandbox = sandbox
         self._cwd = cwd
         self._env = {**(env or {}), "PS1": "", "PS2": ""}
@@ -123,10 +134,10 @@ class Shell:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the shell; done by ``Sandbox.shell``. Raises ``SandboxLost`` if it does not answer."""
+        """Start the shell; called by ``Sandbox.shell``. Raises ``SandboxLost`` if it does not answer."""
         self._outputs = {"stdout": _Output(), "stderr": _Output()}
         self._ended = asyncio.Event()
-        request = calls.request(
+        request = commands.request(
             self._sandbox.spec, _BEST_SHELL, cwd=self._cwd, env=self._env, timeout=_LIFE, output_limit=1 << 20
         )
         self._process = await self._sandbox.call(lambda channel: channel.spawn(request), "shell")
@@ -140,34 +151,43 @@ class Shell:
         if not self._complete:
             await finished(self._kill())
             raise SandboxLost(
-                f"no shell answers in sandbox {self._sandbox.id}; does its image have /bin/sh?", reason="agent_dead"
+                f"the shell in sandbox {self._sandbox.id} does not answer; check that its image has /bin/sh",
+                reason="agent_dead",
             )
 
     async def run(
         self, cmd: str, *, timeout: float | None = None, output_limit: int | None = None, check: bool = False
     ) -> ShellResult:
-        """Run a command in the shell; its standard input is empty. ``timeout`` in seconds.
+        """Run a command in the shell, with empty standard input.
 
-        Raises like ``Sandbox.exec``. A shell of an earlier generation of its sandbox raises ``SandboxLost``.
+        Args:
+            cmd: one or more lines of shell code.
+            timeout: seconds until the command is interrupted. Default: ``spec.exec_timeout``.
+            output_limit: bytes kept of each stream. Default: ``spec.output_limit``.
+            check: raise an error if the command fails or times out.
+
+        Raises:
+            SandboxLost: the sandbox ended or was restarted, or the shell is closed.
+            ExecTimeout: with ``check``: the command timed out.
+            ExecFailed: with ``check``: the command failed.
         """
         if "\0" in cmd:
-            raise CommandNotFound("a command cannot hold a NUL", argv=(cmd,))
+            raise CommandNotFound("a command cannot contain a NUL", argv=(cmd,))
         limit = self._sandbox.spec.output_limit if output_limit is None else output_limit
         seconds = self._sandbox.spec.exec_timeout if timeout is None else timeout
         if not 0 < seconds <= _LIFE:
             raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, at most {_LIFE:g}")
         async with self._turn:
             self._check()
-            result = await self._sandbox.working(self._run(cmd, seconds, limit), "shell")
+            with self._sandbox.busy("shell"):
+                result = await self._run(cmd, seconds, limit)
         self._sandbox.note_result(result)
-        if check and result.timed_out:
-            raise ExecTimeout(f"{cmd[:200]!r} ran longer than {seconds:g} s", result=result)
-        if check and not result.ok:
-            raise ExecFailed(f"{cmd[:200]!r} ended with {result.exit_code}: {result.stderr[-1000:]}", result=result)
+        if check:
+            commands.check(result, repr(cmd[:200]), seconds)
         return result
 
     async def close(self) -> None:
-        """End the shell and what runs in it; twice is fine."""
+        """End the shell and its commands. A second call does nothing."""
         self._closed = True
         await finished(self._kill())
 
@@ -181,7 +201,7 @@ class Shell:
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:
-            # A shell that reads no more has ended, or is about to run out of time.
+            # A shell that does not read has ended or will time out.
             with contextlib.suppress(BrokenPipeError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._send(_command(cmd), limit), timeout)
             await self._until_complete(start + timeout - loop.time())
@@ -212,7 +232,7 @@ class Shell:
         )
 
     async def _send(self, line: str, limit: int) -> None:
-        """A line and the marks that tell its end. The prompt is kept empty, whatever the line did to it."""
+        """Send a line and the marks of its end; the prompt is reset afterwards."""
         assert self._process is not None
         nonce = secrets.token_hex(16)
         for output in self._outputs.values():
@@ -220,7 +240,7 @@ class Shell:
         await self._process.write(f"{line}; {_marks(nonce)}; PS1= PS2= PROMPT_COMMAND=\n".encode())
 
     async def _interrupt(self) -> None:
-        """Ctrl-C, and ask until the shell answers or the time for it is over."""
+        """Interrupt the command, then request a mark until the shell answers or ``RESYNC_TIMEOUT`` ends."""
         assert self._process is not None
         nonce = secrets.token_hex(16)
         for output in self._outputs.values():
@@ -234,7 +254,7 @@ class Shell:
                 await self._until_complete(_ASK_AGAIN)
 
     async def _recover(self) -> None:
-        """After a cancellation: the command must not go on, the shell should."""
+        """After a cancellation: end the command, keep the shell if possible."""
         with contextlib.suppress(SandboxError):
             if not self._complete and not self._ended.is_set():
                 await self._interrupt()
@@ -242,7 +262,7 @@ class Shell:
                 await self._replace()
 
     async def _replace(self) -> ExecResult | None:
-        """Kill what is left of the shell and start another; returns how it ended, if that can be known."""
+        """Kill the shell and start another; return the old one's result, if known."""
         last = await self._kill()
         await self.start()
         return last
@@ -261,8 +281,7 @@ class Shell:
             return None
         finally:
             if reader is not None:
-                reader.cancel()
-                await asyncio.wait({reader})
+                await stopped([reader])
         return None
 
     @property
@@ -270,7 +289,7 @@ class Shell:
         return all(output.complete.is_set() for output in self._outputs.values())
 
     async def _until_complete(self, timeout: float) -> None:
-        """Until both streams are complete, the shell has ended, or the time is over."""
+        """Wait until both streams are complete, the shell has ended, or ``timeout`` seconds have passed."""
 
         async def both() -> None:
             for output in self._outputs.values():
@@ -289,33 +308,35 @@ class Shell:
             async for stream, data in process:
                 outputs[stream].feed(data)
         except SandboxError:
-            pass  # whoever runs a command learns it from there
+            pass  # the running command raises it
         finally:
             ended.set()
 
     def _check(self) -> None:
         if self._closed:
-            raise SandboxLost("this shell is closed; ask its sandbox for another", reason="removed")
+            raise SandboxLost("this shell is closed; start another with Sandbox.shell", reason="removed")
         if self._generation != self._sandbox.generation:
-            raise SandboxLost("this shell was lost when its sandbox started anew", reason="replaced")
+            raise SandboxLost(
+                "this shell was lost when its sandbox restarted; start another with Sandbox.shell", reason="replaced"
+            )
         if self._process is None:
-            raise SandboxLost("this shell could not be started again; ask its sandbox for another", reason="exited")
+            raise SandboxLost("this shell could not be restarted; start another with Sandbox.shell", reason="exited")
 
 
-# In bash, assigning POSIXLY_CORRECT begins the POSIX mode, where no function comes before a special builtin (eval,
-# trap, unset), as everywhere in other shells. An assignment is no command, so nothing can be put in its place, and a
-# backslash keeps aliases away. What cannot be undone (a read-only variable) ends in a shell that does not answer.
+# In bash, POSIXLY_CORRECT enables the POSIX mode, in which functions cannot replace special builtins (eval, trap,
+# unset), as in other shells. An assignment is not a command and cannot be replaced; a backslash disables aliases. A
+# read-only variable cannot be undone: the shell then does not answer and is replaced.
 _PLAIN = "POSIXLY_CORRECT=1"
 _OWN = r"\unset POSIXLY_CORRECT"
 
 
 def _command(cmd: str) -> str:
-    """A line that runs ``cmd`` with an empty standard input, independent of what earlier commands redefined."""
+    """Return a line that runs ``cmd`` with empty standard input, independent of earlier definitions."""
     return rf"{_PLAIN}; \eval {shlex.quote(f'{_OWN}{chr(10)}{cmd}')} </dev/null"
 
 
 def _marks(nonce: str) -> str:
-    """Print the status of what came before on standard output, and the end of both streams."""
+    """Return code that prints the last status and the end marks of both streams."""
     return (
         rf"_agentkit=$? {_PLAIN}; \trap - DEBUG 2>/dev/null; \unset -f printf; "
         rf"""\printf '\036%s:%d\036' {nonce} "$_agentkit"; \printf '\036%s\036' {nonce} >&2; {_OWN}"""
@@ -323,5 +344,5 @@ def _marks(nonce: str) -> str:
 
 
 def _any_of(*nonces: str) -> re.Pattern[bytes]:
-    """The end mark of any of these."""
+    """Return a pattern for the end mark of any of ``nonces``."""
     return re.compile(b"\x1e(?:%s)(?::[0-9]{1,3})?\x1e" % "|".join(filter(None, nonces)).encode())

@@ -1,35 +1,34 @@
-"""What a sandbox is allowed to be: one frozen, validated description, the same for every back end.
+"""Specification of a sandbox, the same for every back end.
 
-Invariant: the defaults are the hardened ones, and every field that was loosened can be named (``loosened``). Sizes are
-bytes once validated; all tmpfs together take at most half of the memory limit, since a full tmpfs counts as memory and
-would otherwise starve the processes that have to clean it up.
+Invariant: the defaults are the most restrictive values, and ``loosened`` lists the fields that weaken them. Sizes are
+bytes once validated. All tmpfs together take at most half of the memory limit, since files there count as memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from agentkit.config import Strict
-from agentkit.sandboxes.allowlist import parse_domain, parse_range
+from agentkit.sandboxes.egress.allowlist import parse_domain, parse_range
 
 DEFAULT_IMAGE = "agentkit/base"
-"""What ``agentkit sandbox build`` makes: a minimal Debian with Python, a shell and a user of no rights."""
+"""Built by ``agentkit sandbox build``: a minimal Debian with Python, a shell and an unprivileged user."""
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_size(value: Any) -> Any:
-    """``"256m"`` as bytes (binary units b, k, m, g, t); an int is bytes already. Other text raises ``ValueError``."""
+    """Convert text such as ``"256m"`` (binary units b, k, m, g, t) to bytes; raises ``ValueError`` for other text."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?\s*", value.lower())
     if match is None:
-        raise ValueError(f"{value!r} is no size: write bytes, or a number with k, m, g or t such as 256m")
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with k, m, g or t such as 256m")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -37,23 +36,31 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 """Bytes; text such as ``256m`` is accepted."""
 
 
-class Spec(Strict):
-    """Base of the parts of a specification: sequences may be given as lists."""
+def command_words(cmd: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a command: a string is run by ``/bin/sh -c``, a sequence directly."""
+    return ("/bin/sh", "-c", cmd) if isinstance(cmd, str) else tuple(cmd)
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+class Spec(Strict):
+    """Base of the parts of a specification. Immutable; lists are accepted for tuples."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _accept_lists(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
 
 
 class Resources(Spec):
-    """Limits of one sandbox. There is never any swap."""
+    """Resource limits of one sandbox. Swap is never available."""
 
     cpus: float = Field(default=1.0, gt=0)
     """Processors."""
     memory: Size = parse_size("1g")
-    """All memory of all processes, tmpfs included."""
+    """Memory of all processes, tmpfs included."""
     pids: int = Field(default=256, ge=16)
     """Processes and threads."""
     nofile: int = Field(default=4096, ge=64)
-    """Open files of one process."""
+    """Open files per process."""
     tmp: Size = parse_size("128m")
     """tmpfs at /tmp."""
     workspace: Size = parse_size("256m")
@@ -61,7 +68,7 @@ class Resources(Spec):
     shm: Size = parse_size("64m")
     """tmpfs at /dev/shm."""
     gpus: int | None = Field(default=None, ge=1)
-    """GPUs handed through; none by default."""
+    """Number of GPUs; none by default."""
 
     @model_validator(mode="after")
     def _tmpfs_leaves_memory_for_processes(self) -> Resources:
@@ -75,17 +82,20 @@ class Resources(Spec):
 
 
 class Network(Spec):
-    """What a sandbox may reach: nothing, everything, or named places through a proxy on the host."""
+    """Network access: none, everything (``bridge``), or listed hosts through a proxy (``allow``).
+
+    Use ``Network.none()``, ``Network.bridge()`` or ``Network.allow(domains=…)``.
+    """
 
     mode: Literal["none", "bridge", "allow"] = "none"
     domains: tuple[str, ...] = ()
-    """With ``allow``: host names; ``*.example.org`` stands for every name below ``example.org``, not for that itself.
-    Ports 80 and 443, unless the entry names one: ``example.org:8080`` allows 8080 alone. A name leads only to public
-    addresses, and to those that ``cidrs`` opens."""
+    """With ``allow``: host names; ``*.example.org`` matches every name below ``example.org``, but not that name itself.
+    Ports 80 and 443, unless the entry has a port: ``example.org:8080`` allows 8080 only. Names may resolve to public
+    addresses and to those in ``cidrs``."""
     cidrs: tuple[str, ...] = ()
-    """With ``allow``: address ranges, which may be connected to by address; names are allowed by ``domains`` alone.
-    Ports as above: ``10.0.0.0/8:5432``, ``[fd00::/8]:5432``. Private, loopback and link-local addresses must be named
-    on purpose: ``0.0.0.0/0`` does not open them, ``10.1.0.0/16`` does."""
+    """With ``allow``: address ranges that programs may connect to by address; names need an entry in ``domains``. Ports
+    as above: ``10.0.0.0/8:5432``, ``[fd00::/8]:5432``. Private, loopback and link-local addresses need an explicit
+    range: ``0.0.0.0/0`` does not include them, ``10.1.0.0/16`` does."""
 
     @field_validator("domains")
     @classmethod
@@ -101,25 +111,28 @@ class Network(Spec):
     def _lists_belong_to_allow(self) -> Network:
         if (self.mode == "allow") != bool(self.domains or self.cidrs):
             raise ValueError(
-                "domains or cidrs are what mode='allow' lists, and only they: use Network.allow(domains=…)"
+                "domains and cidrs belong to mode='allow', which needs one of them; use Network.allow(domains=…)"
             )
         return self
 
     @classmethod
     def none(cls) -> Network:
+        """No network."""
         return cls()
 
     @classmethod
     def bridge(cls) -> Network:
+        """The engine's default network, without restrictions."""
         return cls(mode="bridge")
 
     @classmethod
     def allow(cls, domains: tuple[str, ...] = (), cidrs: tuple[str, ...] = ()) -> Network:
+        """Only these hosts and ranges, through the proxy."""
         return cls(mode="allow", domains=tuple(domains), cidrs=tuple(cidrs))
 
 
 class Mount(Spec):
-    """A directory or file of the host inside the sandbox."""
+    """A directory or file of the host that is mounted in the sandbox."""
 
     source: str
     """Absolute path on the host."""
@@ -136,48 +149,61 @@ class Mount(Spec):
 
 
 class SandboxSpec(Spec):
-    """Everything about a sandbox but where it runs. Immutable; equal specifications have an equal ``digest``."""
+    """Specification of a sandbox: image, limits, network, timeouts. Immutable and validated.
+
+    Equal specifications have equal digests.
+    """
 
     image: str = Field(default=DEFAULT_IMAGE, min_length=1)
-    """Container image; back ends without images ignore it."""
+    """Container image; ignored by back ends without images."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every command. Nothing of the host's environment is passed on."""
+    """Environment variables of every command. The host's environment is not passed on."""
     workdir: str = "/workspace"
     """Working directory of commands, empty and writable at the start."""
     user: str = "65534:65534"
-    """Who commands run as: ``uid:gid``."""
+    """User of the commands: ``uid:gid``."""
     resources: Resources = Resources()
     network: Network = Network()
     mounts: tuple[Mount, ...] = ()
     readonly_root: bool = True
-    """Whether everything but the tmpfs is read-only."""
+    """Make everything but the tmpfs read-only."""
     cap_add: tuple[str, ...] = ()
-    """Linux capabilities; all are dropped by default."""
+    """Linux capabilities to add; all are dropped by default."""
     runtime: str | None = None
-    """Container runtime such as ``runsc``; null is the engine's default."""
+    """Container runtime such as ``runsc``; null: the engine's default."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """The owner's own labels, to find sandboxes by."""
+    """Labels for ``Sandbox.list``."""
     ttl: float | None = Field(default=3600.0, gt=0)
-    """Seconds after which the sandbox is removed whatever it does (``extend`` moves it); null never."""
+    """Seconds until the sandbox is removed (``Sandbox.extend`` changes it); null: never."""
     idle_timeout: float | None = Field(default=600.0, gt=0)
-    """Seconds without contact with its host after which the agent ends the sandbox; null never."""
+    """Seconds without contact to its host until the sandbox ends; null: never."""
     pull: Literal["never", "missing", "always"] = "missing"
+    """When to pull the image."""
     pull_timeout: float = Field(default=900.0, gt=0)
+    """Seconds."""
     start_timeout: float = Field(default=60.0, gt=0)
+    """Seconds until the sandbox must be ready, without the pull."""
     exec_timeout: float = Field(default=60.0, gt=0)
-    """Timeout of a command that names none."""
+    """Default timeout of commands in seconds."""
     output_limit: Size = parse_size("10m")
-    """Bytes that are kept of each output stream of a command: its beginning and its end."""
+    """Bytes kept of each output stream of a command: its beginning and its end."""
     ready: tuple[str, ...] = ()
-    """A command that must succeed before the sandbox is handed out; none by default."""
+    """Command that is repeated until it succeeds; the sandbox is ready then. A string is run by ``/bin/sh``."""
     setup: tuple[str, ...] = ()
-    """A command that is run once after each start, before ``ready``."""
+    """Command that runs once after each start, before ``ready``. A string is run by ``/bin/sh``."""
+
+    @field_validator("ready", "setup", mode="before")
+    @classmethod
+    def _accept_strings(cls, cmd: Any) -> Any:
+        return command_words(cmd) if isinstance(cmd, str) else cmd
 
     @field_validator("workdir")
     @classmethod
     def _absolute(cls, path: str) -> str:
         if not path.startswith("/") or path.rstrip("/") in ("", "/tmp", "/dev", "/proc", "/sys", "/run"):
-            raise ValueError(f"workdir {path!r} must be an absolute path of its own, such as /workspace")
+            raise ValueError(
+                f"workdir {path!r} must be an absolute path other than a system directory, such as /workspace"
+            )
         return path.rstrip("/")
 
     @field_validator("user")
@@ -187,20 +213,29 @@ class SandboxSpec(Spec):
             raise ValueError(f"user {user!r} must be uid:gid in numbers, such as 1000:1000")
         return user
 
+    @classmethod
+    def of(cls, spec: SandboxSpec | str | None = None, **fields: Any) -> SandboxSpec:
+        """Return ``spec`` (a specification, an image, or the defaults) with some fields replaced, validated."""
+        if isinstance(spec, str):
+            return cls(image=spec, **fields)
+        if not isinstance(spec, SandboxSpec | None):
+            raise TypeError(f"spec must be a SandboxSpec or an image, not {type(spec).__name__}; give fields by name")
+        if spec is None or not fields:
+            return spec or cls(**fields)
+        return cls(**{**{name: getattr(spec, name) for name in spec.model_fields_set}, **fields})
+
     @property
     def digest(self) -> str:
-        """Hexadecimal name of this specification, the same in every process."""
+        """Hexadecimal digest, the same in every process."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
-    def loosened(self) -> Iterator[str]:
-        """The fields that weaken isolation compared to the defaults."""
-        if self.user.split(":")[0] == "0":
-            yield "user"
-        if self.network.mode != "none":
-            yield f"network={self.network.mode}"
-        if self.mounts:
-            yield "mounts"
-        if not self.readonly_root:
-            yield "readonly_root"
-        if self.cap_add:
-            yield "cap_add"
+    def loosened(self) -> tuple[str, ...]:
+        """Return the fields that weaken isolation compared to the defaults."""
+        weaker = {
+            "user": self.user.split(":")[0] == "0",
+            f"network={self.network.mode}": self.network.mode != "none",
+            "mounts": bool(self.mounts),
+            "readonly_root": not self.readonly_root,
+            "cap_add": bool(self.cap_add),
+        }
+        return tuple(name for name, is_weaker in weaker.items() if is_weaker)

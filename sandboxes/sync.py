@@ -1,125 +1,168 @@
-"""The same sandboxes for callers that do not await: scripts, notebooks, actors, other people's trainers.
+"""Blocking sandboxes, for scripts, notebooks and trainers without an event loop.
 
-Invariant: every public name of ``Sandbox``, its files, shells and processes is here with the same parameters and the
-same meaning; a call returns when it is done. Nothing is decided here: all of it happens in the background loop.
-
-    with SyncSandbox.create() as box:
-        print(box.exec("echo hi").stdout)
+with SyncSandbox.create() as box:
+    print(box.exec("echo hi").stdout)
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import builtins
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from agentkit.portal import portal
 from agentkit.sandboxes.backend import Backend, Process
-from agentkit.sandboxes.background import run
-from agentkit.sandboxes.files import COPY_LIMIT, READ_LIMIT, Files
+from agentkit.sandboxes.files import Files
 from agentkit.sandboxes.sandbox import DEFAULT_BACKEND, Sandbox
-from agentkit.sandboxes.shell import Shell, ShellResult
+from agentkit.sandboxes.shell import Shell
 from agentkit.sandboxes.spec import SandboxSpec
-from agentkit.sandboxes.types import (
-    ExecResult,
-    FileInfo,
-    Observed,
-    SandboxInfo,
-    Snapshot,
-    State,
-    Stats,
-    Stream,
-    Transition,
-)
+from agentkit.sandboxes.types import Observed, SandboxInfo, Snapshot, State, Stream, Transition
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
+W = TypeVar("W")
 
 
-class SyncProcess:
-    """See ``Process``: read its output by ``for stream, data in process``."""
+class _Blocking(Generic[W]):
+    """A wrapper around an asynchronous object, which runs in the portal's loop."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, wrapped: W) -> None:
+        self._wrapped = wrapped
+        self._portal = portal()
+
+    @property
+    def _inherited(self) -> bool:
+        """Whether this process was forked from the one that opened the object."""
+        return portal() is not self._portal
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._inherited:
+            work.close()
+            raise RuntimeError(
+                "this sandbox was opened before the process was forked, and belongs to the parent; "
+                "create or connect to a sandbox in the child"
+            )
+        return self._portal.run(work)
+
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read in the portal's loop, where nothing changes meanwhile."""
+
+        async def work() -> T:
+            return read()
+
+        return self._run(work())
+
+    def _iterate(self, start: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """Iterate over an asynchronous iterator, which starts now."""
+        source = self._look(start)
+
+        async def following() -> tuple[T] | None:
+            try:
+                return (await anext(source),)
+            except StopAsyncIteration:
+                return None
+
+        async def end() -> None:
+            if isinstance(source, AsyncGenerator):
+                await source.aclose()
+
+        def items() -> Iterator[T]:
+            try:
+                while (item := self._run(following())) is not None:
+                    yield item[0]
+            finally:
+                self._run(end())
+
+        return items()
+
+
+def _blocking(
+    method: Callable[Concatenate[W, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_Blocking[W], P], T]:
+    """Return a method with the same parameters that waits for the result."""
+
+    @functools.wraps(method)
+    def call(self: _Blocking[W], *args: P.args, **kwargs: P.kwargs) -> T:
+        # By name: the wrapped object's class may override the method.
+        return self._run(getattr(self._wrapped, method.__name__)(*args, **kwargs))
+
+    return call
+
+
+def _blocking_as(
+    wrapper: Callable[[T], R], method: Callable[Concatenate[W, P], Coroutine[Any, Any, T]]
+) -> Callable[Concatenate[_Blocking[W], P], R]:
+    """Return ``method`` without ``await``, with its result in the synchronous ``wrapper``."""
+    blocking = _blocking(method)
+
+    @functools.wraps(method)
+    def call(self: _Blocking[W], *args: P.args, **kwargs: P.kwargs) -> R:
+        return wrapper(blocking(self, *args, **kwargs))
+
+    return call
+
+
+class SyncProcess(_Blocking[Process]):
+    """A blocking ``Process``: read its output with ``for stream, data in process``."""
 
     def __iter__(self) -> Iterator[tuple[Stream, bytes]]:
-        return _iterate(lambda: aiter(self._process))
+        return self._iterate(lambda: aiter(self._wrapped))
 
-    def write(self, data: bytes) -> None:
-        run(self._process.write(data))
-
-    def close_stdin(self) -> None:
-        run(self._process.close_stdin())
-
-    def kill(self, signal: int = 9) -> None:
-        run(self._process.kill(signal))
-
-    def wait(self) -> ExecResult:
-        return run(self._process.wait())
+    write = _blocking(Process.write)
+    close_stdin = _blocking(Process.close_stdin)
+    kill = _blocking(Process.kill)
+    wait = _blocking(Process.wait)
 
 
-class SyncShell:
-    """See ``Shell``."""
+class SyncShell(_Blocking[Shell]):
+    """A blocking ``Shell``."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-
-    def run(
-        self, cmd: str, *, timeout: float | None = None, output_limit: int | None = None, check: bool = False
-    ) -> ShellResult:
-        return run(self._shell.run(cmd, timeout=timeout, output_limit=output_limit, check=check))
-
-    def close(self) -> None:
-        run(self._shell.close())
+    run = _blocking(Shell.run)
+    close = _blocking(Shell.close)
 
     def __enter__(self) -> SyncShell:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        if not self._inherited:
+            self.close()
 
 
-class SyncFiles:
-    """See ``Files``."""
+class SyncFiles(_Blocking[Files]):
+    """Blocking ``Files``."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
-
-    def read(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
-        return run(self._files.read(path, limit=limit))
-
-    def read_text(self, path: str, *, limit: int = READ_LIMIT) -> str:
-        return run(self._files.read_text(path, limit=limit))
-
-    def write(self, path: str, data: str | bytes, *, mode: int = 0o644) -> None:
-        run(self._files.write(path, data, mode=mode))
-
-    def list(self, path: str = ".") -> Sequence[FileInfo]:
-        return run(self._files.list(path))
-
-    def stat(self, path: str) -> FileInfo | None:
-        return run(self._files.stat(path))
-
-    def exists(self, path: str) -> bool:
-        return run(self._files.exists(path))
-
-    def remove(self, path: str) -> None:
-        run(self._files.remove(path))
-
-    def mkdir(self, path: str) -> None:
-        run(self._files.mkdir(path))
-
-    def upload(self, source: str | os.PathLike[str], path: str) -> None:
-        run(self._files.upload(source, path))
-
-    def download(self, path: str, target: str | os.PathLike[str], *, limit: int = COPY_LIMIT) -> Sequence[str]:
-        return run(self._files.download(path, target, limit=limit))
+    read = _blocking(Files.read)
+    read_text = _blocking(Files.read_text)
+    write = _blocking(Files.write)
+    list = _blocking(Files.list)
+    stat = _blocking(Files.stat)
+    exists = _blocking(Files.exists)
+    remove = _blocking(Files.remove)
+    mkdir = _blocking(Files.mkdir)
+    upload = _blocking(Files.upload)
+    download = _blocking(Files.download)
 
 
-class SyncSandbox:
-    """See ``Sandbox``. Made by ``create`` and ``connect``."""
+class SyncSandbox(_Blocking[Sandbox]):
+    """A blocking ``Sandbox``: the same methods with the same parameters, results and errors.
+
+    Any thread may call, also one in which an event loop runs, such as a notebook's. Ctrl-C cancels a call and waits for
+    its clean-up. Sandboxes that are still open when the interpreter exits are closed. A forked child cannot use the
+    sandboxes of its parent: calls raise ``RuntimeError``, and closing does nothing.
+
+    Example:
+        ```python
+        with SyncSandbox.create(ttl=600) as box:
+            print(box.exec("echo hi").stdout)
+        ```
+    """
 
     def __init__(self, box: Sandbox) -> None:
-        self._box = box
+        super().__init__(box)
         self.files = SyncFiles(box.files)
+        self._portal.opened(box)
 
     @classmethod
     def create(
@@ -130,174 +173,92 @@ class SyncSandbox:
         snapshot: Snapshot | None = None,
         **fields: Any,
     ) -> SyncSandbox:
-        return cls(run(Sandbox.create(spec, backend=backend, snapshot=snapshot, **fields)))
+        """Create a sandbox and wait until it is ready; see ``Sandbox.create``."""
+        return cls(portal().run(Sandbox.create(spec, backend=backend, snapshot=snapshot, **fields)))
 
     @classmethod
     def connect(cls, id: str, *, backend: str | Backend = DEFAULT_BACKEND) -> SyncSandbox:
-        return cls(run(Sandbox.connect(id, backend=backend)))
+        """Connect to an existing sandbox; see ``Sandbox.connect``."""
+        return cls(portal().run(Sandbox.connect(id, backend=backend)))
 
     @classmethod
     def list(
         cls, *, labels: Mapping[str, str] | None = None, backend: str | Backend = DEFAULT_BACKEND
-    ) -> list[Observed]:
-        return run(Sandbox.list(labels=labels, backend=backend))
+    ) -> builtins.list[Observed]:
+        """Return the sandboxes of a back end; see ``Sandbox.list``."""
+        return portal().run(Sandbox.list(labels=labels, backend=backend))
 
     @classmethod
     def discard(cls, snapshot: Snapshot, *, backend: str | Backend | None = None) -> None:
-        run(Sandbox.discard(snapshot, backend=backend))
+        """Remove a snapshot; see ``Sandbox.discard``."""
+        portal().run(Sandbox.discard(snapshot, backend=backend))
 
-    def exec(
-        self,
-        cmd: str | Sequence[str],
-        *,
-        timeout: float | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: str | bytes = b"",
-        output_limit: int | None = None,
-        check: bool = False,
-        idempotency_key: str | None = None,
-    ) -> ExecResult:
-        return run(
-            self._box.exec(
-                cmd,
-                timeout=timeout,
-                cwd=cwd,
-                env=env,
-                stdin=stdin,
-                output_limit=output_limit,
-                check=check,
-                idempotency_key=idempotency_key,
-            )
-        )
-
-    def spawn(
-        self,
-        cmd: str | Sequence[str],
-        *,
-        timeout: float | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: str | bytes = b"",
-        output_limit: int | None = None,
-    ) -> SyncProcess:
-        return SyncProcess(
-            run(self._box.spawn(cmd, timeout=timeout, cwd=cwd, env=env, stdin=stdin, output_limit=output_limit))
-        )
-
-    def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> SyncShell:
-        return SyncShell(run(self._box.shell(cwd=cwd, env=env)))
-
-    def ping(self, timeout: float = 2.0) -> float:
-        return run(self._box.ping(timeout))
-
-    def pause(self) -> None:
-        run(self._box.pause())
-
-    def resume(self) -> None:
-        run(self._box.resume())
-
-    def snapshot(self, name: str | None = None) -> Snapshot:
-        return run(self._box.snapshot(name))
+    exec = _blocking(Sandbox.exec)
+    ping = _blocking(Sandbox.ping)
+    pause = _blocking(Sandbox.pause)
+    resume = _blocking(Sandbox.resume)
+    snapshot = _blocking(Sandbox.snapshot)
+    restart = _blocking(Sandbox.restart)
+    reset = _blocking(Sandbox.reset)
+    extend = _blocking(Sandbox.extend)
+    stats = _blocking(Sandbox.stats)
+    logs = _blocking(Sandbox.logs)
+    spawn = _blocking_as(SyncProcess, Sandbox.spawn)
+    shell = _blocking_as(SyncShell, Sandbox.shell)
 
     def fork(self) -> SyncSandbox:
-        return type(self)(run(self._box.fork()))
-
-    def restart(self) -> None:
-        run(self._box.restart())
-
-    def reset(self) -> None:
-        run(self._box.reset())
-
-    def extend(self, ttl: float | None) -> None:
-        run(self._box.extend(ttl))
+        """Create a copy; see ``Sandbox.fork``."""
+        return type(self)(self._run(self._wrapped.fork()))
 
     def close(self, *, remove: bool | None = None) -> None:
-        run(self._box.close(remove=remove))
+        """Remove the sandbox; see ``Sandbox.close``. Does nothing in a forked child."""
+        if not self._inherited:
+            self._run(self._wrapped.close(remove=remove))
+            self._portal.closed(self._wrapped)
 
     def __enter__(self) -> SyncSandbox:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        run(self._box.__aexit__(kind, error, traceback))
+    def __exit__(self, *error: Any) -> None:
+        if not self._inherited:
+            self._run(self._wrapped.__aexit__(*error))
+            self._portal.closed(self._wrapped)
+
+    def events(self) -> Iterator[Transition]:
+        """Yield state transitions; see ``Sandbox.events``."""
+        return self._iterate(self._wrapped.events)
 
     @property
     def id(self) -> str:
-        return self._box.id
+        return self._wrapped.id
 
     @property
     def spec(self) -> SandboxSpec:
-        return self._box.spec
+        return self._wrapped.spec
 
     @property
     def backend(self) -> Backend:
-        return self._box.backend
+        return self._wrapped.backend
 
     @property
     def state(self) -> State:
-        return self._box.state
+        return self._wrapped.state
 
     @property
     def generation(self) -> int:
-        return self._box.generation
+        return self._wrapped.generation
 
     @property
     def history(self) -> Sequence[Transition]:
-        return _seen(lambda: self._box.history)
+        return self._look(lambda: self._wrapped.history)
 
     @property
     def loss(self) -> str | None:
-        return self._box.loss
+        return self._wrapped.loss
 
     @property
     def info(self) -> SandboxInfo:
-        return _seen(lambda: self._box.info)
-
-    def stats(self) -> Stats:
-        return run(self._box.stats())
-
-    def logs(self, tail: int = 100) -> str:
-        return run(self._box.logs(tail))
-
-    def events(self) -> Iterator[Transition]:
-        return _iterate(self._box.events)
+        return self._look(lambda: self._wrapped.info)
 
     def __repr__(self) -> str:
-        return f"<Sync{repr(self._box).lstrip('<')}"
-
-
-def _seen(look: Callable[[], T]) -> T:
-    """Looked at in the loop, where nothing changes meanwhile."""
-
-    async def work() -> T:
-        return look()
-
-    return run(work())
-
-
-def _iterate(begin: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-    """What an asynchronous iterator brings, from its beginning, which is now."""
-
-    async def first() -> AsyncIterator[T]:
-        return begin()
-
-    async def following(source: AsyncIterator[T]) -> tuple[T] | None:
-        try:
-            return (await anext(source),)
-        except StopAsyncIteration:
-            return None
-
-    async def end(source: Any) -> None:
-        if hasattr(source, "aclose"):
-            await source.aclose()
-
-    source = run(first())
-
-    def items() -> Iterator[T]:
-        try:
-            while (item := run(following(source))) is not None:
-                yield item[0]
-        finally:
-            run(end(source))
-
-    return items()
+        return f"<Sync{repr(self._wrapped).lstrip('<')}"

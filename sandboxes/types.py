@@ -1,8 +1,4 @@
-"""What goes into a sandbox and what comes out: plain, immutable data.
-
-Invariant: output is bytes, exactly as the program wrote them; text is a view of it that never fails. Nothing here holds
-a reference to a back end, so that every value can be sent, stored and compared.
-"""
+"""Requests and results of sandboxes: immutable values that can be sent, stored and compared."""
 
 from __future__ import annotations
 
@@ -14,64 +10,67 @@ State = Literal[
     "pending", "creating", "starting", "ready", "busy", "paused", "degraded", "unhealthy", "recovering", "stopping",
     "removed", "failed",
 ]  # fmt: skip
-"""States of a sandbox; ``lifecycle`` says which follow which."""
+"""States of a sandbox; ``lifecycle.TRANSITIONS`` lists the transitions."""
 
 Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True)
 class ExecRequest:
-    """One command, fully resolved: what a back end runs."""
+    """A command for a back end, with all defaults filled in."""
 
     argv: tuple[str, ...]
     timeout: float
     """Seconds until the whole process tree is killed."""
     output_limit: int
-    """Bytes kept of each stream: half from its beginning, half from its end."""
+    """Bytes kept of each stream: one half from its beginning, one from its end."""
     cwd: str
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the sandbox."""
     stdin: bytes = b""
     idempotency_key: str | None = None
-    """Two requests of one key run once; the second gets the first one's result."""
+    """A second request with this key returns the result of the first one."""
 
 
 @dataclass(frozen=True)
 class ExecResult:
-    """How a command ended."""
+    """Result of a command."""
 
     exit_code: int | None
-    """What the command returned; ``128 + signal`` if a signal ended it; None if it was killed for its timeout."""
+    """Exit status; ``128 + signal`` if a signal ended the command; None if it timed out."""
     stdout_bytes: bytes
     stderr_bytes: bytes
     duration: float
-    """Seconds, by the clock next to the process."""
+    """Seconds, measured in the sandbox."""
     timed_out: bool = False
     truncated: bool = False
-    """Output beyond ``output_limit`` was left out of the middle."""
+    """The middle of the output was removed because of ``output_limit``."""
     oom_killed: bool = False
     """The memory limit killed a process of this sandbox while the command ran."""
     signal: int | None = None
     """The signal that ended the command."""
     tainted: bool = False
-    """Processes of the command survived its end and its kill: the sandbox must not be used again."""
+    """Processes of the command survived their kill: the sandbox accepts no more commands until it is restarted."""
 
     @property
     def stdout(self) -> str:
+        """Standard output as text; invalid UTF-8 is replaced."""
         return self.stdout_bytes.decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
+        """Standard error as text; invalid UTF-8 is replaced."""
         return self.stderr_bytes.decode("utf-8", "replace")
 
     @property
     def ok(self) -> bool:
+        """Whether the exit status is 0."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """An entry of a directory in a sandbox. Symbolic links are not followed."""
+    """A file or directory in a sandbox. Symbolic links are not followed."""
 
     path: str
     kind: Literal["file", "directory", "symlink", "other"]
@@ -84,21 +83,21 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a sandbox uses now. Bytes and seconds; None where the back end cannot tell."""
+    """Present use of resources. Bytes and seconds; None if the back end does not know."""
 
     memory: int | None
     memory_limit: int | None
     cpu_seconds: float | None
     processes: int | None
     oom_kills: int | None
-    """Processes that the memory limit killed since the start."""
+    """Processes killed by the memory limit since the start."""
     workspace_used: int | None = None
     workspace_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a back end says of one sandbox, whoever made it."""
+    """A sandbox as its back end sees it, of any owner."""
 
     id: str
     state: Literal["running", "paused", "exited", "absent"]
@@ -108,12 +107,12 @@ class Observed:
     created: float | None = None
     """Seconds since the epoch."""
     external: bool = False
-    """It ended at a request to the engine, which code in the sandbox cannot make."""
+    """It ended because of a request to the engine, which code in the sandbox cannot send."""
 
 
 @dataclass(frozen=True)
 class BackendEvent:
-    """Something that happened to a sandbox, seen by its back end's engine."""
+    """An event of a sandbox, reported by its back end's engine."""
 
     id: str
     kind: Literal["died", "oom", "paused", "resumed", "removed"]
@@ -128,11 +127,11 @@ class Transition:
     after: State
     cause: str
     generation: int
-    """Counts (re)starts: what belongs to an earlier generation is lost."""
+    """Number of starts; shells and processes of an earlier generation are lost."""
     wall: float
     """Seconds since the epoch."""
     monotonic: float
-    """Seconds of the clock that never jumps."""
+    """Seconds of the event loop's clock."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,9 @@ class SandboxInfo:
     state: State
     generation: int
     isolation: str
-    """What stands between the sandbox and the host: ``container``, ``gvisor``, ``bubblewrap``, ``namespaces``, …"""
+    """Isolation from the host: ``container``, ``gvisor``, ``bubblewrap``, ``namespaces``, …"""
     loosened: tuple[str, ...]
-    """Fields of the specification that weaken the defaults."""
+    """Fields of the specification that weaken the default isolation."""
     labels: Mapping[str, str]
     created: float
     expires: float | None
@@ -156,11 +155,11 @@ class SandboxInfo:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A sandbox's files at one moment, from which others can be made."""
+    """Saved files of a sandbox, from which other sandboxes can be created."""
 
     id: str
     backend: str
     image: str
-    """The image that holds the root file system at that moment."""
+    """The image with the root file system."""
     archive: str | None
-    """Host path of a tar file of the writable tmpfs, or None where they were empty."""
+    """Host path of a tar file of the tmpfs, or None if they were empty."""

@@ -33,7 +33,7 @@ class ChatServer:
 
 @contextlib.contextmanager
 def chat_server(answer: Callable[[int, dict[str, Any]], Answer | None]) -> Iterator[ChatServer]:
-    """Serve ``answer(number of the request, body)`` on a free port; None hangs up without a word."""
+    """Serve ``answer(number of the request, body)`` on a free port; None closes the connection without a response."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A real browser for tests, spoken to through its debugging pipe; nothing but the standard library and Chromium."""
+"""A real browser for tests, controlled through its debugging pipe; needs only the standard library and Chromium."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Official data sets, where agentkit itself looks for them: in ``AGENTKIT_DATA``, or in the default data folder.
+"""Official data sets, at the places where agentkit looks for them: ``AGENTKIT_DATA``, or the default data folder.
 
-Both are read when tests are collected, since many tests set ``AGENTKIT_DATA`` to a folder of their own. A test whose
-set is missing is skipped with the command that fetches it, and fails with ``CI=true`` (see ``requiring``).
+Both are read when tests are collected, because many tests set ``AGENTKIT_DATA`` to another folder. Tests that use
+this module have the mark ``official``. Without the data they are skipped with the command that fetches it; with
+``CI=true`` they fail (see ``requiring``), unless ``-m "not official"`` deselects them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ _ALFWORLD = data.root() / data.dataset("alfworld").folder
 
 
 def official(name: str) -> Path:
-    """The folder of an official set."""
+    """Return the folder of an official data set."""
     found = _FOUND[name]
-    require(found is not None, _fetch(name))
+    require(found is not None, _remedy(name))
     assert found is not None
     return found
 
 
 def alfworld_games(split: str) -> Path:
-    """The folder of one split of ALFWorld's official games; the other splits need not be there."""
+    """Return the folder of one split of ALFWorld's official games; the other splits may be missing."""
     places = [_ALFWORLD / split, *sorted(_ALFWORLD.glob(f"json_*/{split}"))]
     found = next((place for place in places if place.is_dir()), None)
-    require(found is not None, _fetch("alfworld"))
+    require(found is not None, _remedy("alfworld"))
     assert found is not None
     return found
 
 
-def _fetch(name: str) -> str:
-    return f"run `agentkit data fetch {name}`, or set AGENTKIT_DATA to a folder that holds it"
+def _remedy(name: str) -> str:
+    return f"run `agentkit data fetch {name}`, or set AGENTKIT_DATA to a folder that contains it"

@@ -1,4 +1,4 @@
-"""Doing something as another user: root, who mostly runs the tests, is forbidden nothing."""
+"""Run code as another user, because permissions do not restrict root, who usually runs the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def as_another(work: Callable[..., T], *arguments: object, uid: int = 65534) -> T:
-    """What ``work`` returns or raises in a fork of this process that belongs to another user; skips without root."""
+    """Run ``work`` in a fork as another user; return its result or raise its error. Skip without root."""
     require(os.geteuid() == 0, "run as root, who alone can become another user")
     forking = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, forking, initializer=_become, initargs=(uid,)) as pool:

@@ -1,4 +1,4 @@
-"""Whether processes have ended; one that only waits for its parent to reap it has."""
+"""Checks whether processes have ended; a zombie counts as ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def runs(pid: int) -> bool:
 
 
 def gone(pid: int, within: float = 10.0) -> bool:
-    """Whether it ends within so many seconds."""
+    """Return whether the process ends within this many seconds."""
     deadline = time.monotonic() + within
     while runs(pid):
         if time.monotonic() > deadline:

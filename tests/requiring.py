@@ -1,4 +1,4 @@
-"""What to do about a test's optional part: skip aloud with the remedy, or fail where nothing may be missing."""
+"""Skip tests with missing optional parts, naming the remedy, or fail if ``CI=true``."""
 
 from __future__ import annotations
 

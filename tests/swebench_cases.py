@@ -1,4 +1,4 @@
-"""What tests of SWE-bench share: rows by hand, logs as pytest writes them, official data, and tasks that are built."""
+"""Shared data of the SWE-bench tests: written rows, logs in pytest's format, official data, and built tasks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from official import official
 from requiring import require
 
 from agentkit.envs.swebench.instance import Instance
-from agentkit.envs.swebench.releases import build, environment
-from agentkit.envs.swebench.releases.shipped import SHIPPED
+from agentkit.envs.swebench.releases import build_task, task_image
+from agentkit.envs.swebench.releases.release_list import SHIPPED
 from agentkit.errors import EngineUnavailable
-from agentkit.sandboxes import images
+from agentkit.sandboxes.images import build as images
 
 REMEDY = "pip install 'agentkit-rl[swe]'"
 DOCKER = "run `PYTHON=.venv/bin/python .ci/docker`: it starts an engine and makes the images that tasks are built on"
@@ -47,7 +47,7 @@ def row(**columns: Any) -> dict[str, Any]:
 
 
 def log(exit_code: int, **statuses: str) -> str:
-    """What the evaluation script prints; ``a="PASSED"`` is test ``t.py::a``."""
+    """Return the output of the evaluation script; ``a="PASSED"`` is test ``t.py::a``."""
     lines = [f"{status} t.py::{name}" for name, status in statuses.items()]
     return "\n".join(
         [
@@ -67,16 +67,16 @@ def built(*names: str) -> dict[str, Instance]:
     for module in ("docker", "swebench", "pyarrow"):
         require(module, REMEDY)
     try:
-        require(images.exists(environment.DEBIAN) or images.exists(environment.BASE), DOCKER)
+        require(images.exists(task_image.DEBIAN) or images.exists(task_image.BASE), DOCKER)
     except EngineUnavailable as error:
         require(False, f"{DOCKER} ({error})")
 
     async def main() -> list[Instance]:
-        return [await build.build(pair) for pair in SHIPPED if pair.id in names]
+        return [await build_task.build(pair) for pair in SHIPPED if pair.id in names]
 
     return {task.id: task for task in asyncio.run(main())}
 
 
 def gold(task: Instance) -> str:
-    """The solution as an action."""
+    """Return the solution as an action."""
     return f"bash git apply - <<'END_OF_GOLD'\n{task.patch}END_OF_GOLD"

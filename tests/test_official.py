@@ -31,7 +31,7 @@ def test_without_official_data_tests_skip_with_the_command(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", NEED_DATA)
-def test_what_is_missing_can_be_fetched_by_that_command(name: str) -> None:
+def test_the_printed_command_fetches_the_data_set(name: str) -> None:
     from agentkit import data
 
     assert data.dataset(name).files

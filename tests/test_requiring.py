@@ -1,4 +1,4 @@
-"""A missing part is said aloud, and is a failure where nothing may be missing."""
+"""A missing optional part skips the test with a reason, and fails it in CI."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 from requiring import require
 
 
-def test_what_is_there_is_no_obstacle() -> None:
+def test_available_parts_are_accepted() -> None:
     require("json", "-")
     require(True, "-")
 
 
-def test_what_is_missing_is_skipped_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_skip_the_test_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match=r"no_such_module is not installed; pip install it"):
         require("no_such_module", "pip install it")

@@ -1,10 +1,10 @@
-"""Complete groups become one flat batch: the only form in which episodes reach the learner.
+"""Flat batches of complete groups: the only form in which episodes reach the learner.
 
 Invariant: ``tokens`` of a sequence is the concatenation of its turns' ``prompt_ids`` and ``action_ids`` (and then of
 ``final_ids``), unpadded and in order, and ``mask`` is True for the action ids alone. Everything else per token is
-meaningful only where ``mask`` is True; what stands elsewhere must change nothing.
+meaningful only where ``mask`` is True; values elsewhere must have no effect.
 
-This module imports numpy alone: a batch travels to the learner's process or ranks as it is.
+This module imports only numpy, because a batch is sent to the learner's process or ranks unchanged.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Batch:
     logprobs: FloatArray
     """float32 ``[N]``: of the behaviour policy, as the engine recorded them; 0 where ``mask`` is False."""
     rewards: FloatArray
-    """float32 ``[N]``: a turn's reward stands on its last action token."""
+    """float32 ``[N]``: a turn's reward is at its last action token."""
     turn_ids: IntArray
-    """int32 ``[N]``: index of the turn within its episode; ``final_ids`` count as one turn more."""
+    """int32 ``[N]``: index of the turn within its episode; ``final_ids`` count as one more turn."""
     versions: IntArray
     """int32 ``[N]``: the policy version that produced the token; -1 where ``mask`` is False."""
     states: IntArray
@@ -46,7 +46,7 @@ class Batch:
     members: NDArray[np.int64]
     """int64 ``[S]``: index of the episode within its group."""
     bootstraps: NDArray[np.bool_]
-    """bool ``[S]``: the episode was cut off before an answer, and its value after ``final_ids`` stands for the rest."""
+    """bool ``[S]``: the episode was truncated before an answer; the value after ``final_ids`` replaces the rest."""
 
     @property
     def num_sequences(self) -> int:
@@ -63,7 +63,7 @@ class Batch:
 
     @cached_property
     def sequence_ids(self) -> NDArray[np.int64]:
-        """Which sequence each token belongs to, int64 ``[N]``."""
+        """Sequence of each token, int64 ``[N]``."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     @cached_property
@@ -73,11 +73,11 @@ class Batch:
 
 
 def flatten(groups: Sequence[Group]) -> Batch:
-    """Lay the groups' members out one after another, in the order given.
+    """Concatenate the members of the groups in the given order.
 
-    Raises ``LearnerError`` for what cannot be trained on: no episode at all, a voided episode, an episode whose first
-    token is an action (it has no state), records of unequal lengths, a reward that is not finite or that no action
-    token of its episode can carry.
+    Raises ``LearnerError`` for input that cannot be trained on: no episodes, a voided episode, an episode that starts
+    with an action token (it has no state), records of unequal lengths, a reward that is not finite, or a reward without
+    an action token.
     """
     episodes = [trajectory for group in groups for trajectory in group.members]
     if not episodes:
@@ -108,13 +108,13 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
 
 
 def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:
-    """Per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions, states.
+    """Return the per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions, states.
 
-    ``numbers`` are those of the states met so far; new ones are added.
+    ``numbers`` maps the states seen so far to their numbers; new states are added.
     """
     where = f"episode {trajectory.group_id}/{trajectory.member}"
     if trajectory.outcome == "voided":
-        raise LearnerError(f"{where} is voided ({trajectory.reason}): it must be left out before a batch is built")
+        raise LearnerError(f"{where} is voided ({trajectory.reason}): leave it out of the batch")
     pieces: list[tuple[IntArray, bool, int]] = []
     for index, turn in enumerate(trajectory.turns):
         _check_turn(turn.action_ids, turn.action_logprobs, turn.versions, f"{where}, turn {index}")
@@ -151,7 +151,7 @@ def _check_turn(ids: IntArray, logprobs: FloatArray, versions: Sequence[tuple[in
 
 
 def _rewards(trajectory: Trajectory, mask: np.ndarray, turn_ids: np.ndarray, where: str) -> FloatArray:
-    """Each turn's reward on its last action token; a turn that produced none adds to the last one before it."""
+    """Add each turn's reward to its last action token, or to the last one before it if the turn has none."""
     rewards = np.zeros(len(mask), np.float64)
     for index, turn in enumerate(trajectory.turns):
         if not np.isfinite(turn.reward):
@@ -160,6 +160,6 @@ def _rewards(trajectory: Trajectory, mask: np.ndarray, turn_ids: np.ndarray, whe
             continue
         carriers = np.flatnonzero(mask & (turn_ids <= index))
         if not len(carriers):
-            raise LearnerError(f"{where}, turn {index}: reward {turn.reward} but no action token that could carry it")
+            raise LearnerError(f"{where}, turn {index}: reward {turn.reward} but no action token before it")
         rewards[carriers[-1]] += turn.reward
     return rewards.astype(np.float32)

@@ -1,11 +1,11 @@
-"""Checkpoints: directories that are either complete or not there.
+"""Checkpoints: directories that are complete or absent.
 
-Invariant: a checkpoint holds everything from which the run goes on — weights, optimiser, scheduler, random states, the
-gate, finished but unused groups, and the cursor of the tasks — as it was at one instant between two training steps. It
-is written beside its final name, synced, and renamed, so that a kill at any moment leaves the former one in place.
+Invariant: a checkpoint holds the state of a run at one instant between two training steps: weights, optimiser,
+scheduler, random states, the gate, finished but unused groups, and the cursor of the tasks. It is written under a
+temporary name, synced and renamed, so a kill at any moment leaves the previous checkpoint intact.
 
 Layout of ``checkpoints/step-000010/``: ``learner/`` (the learner's own files), ``model/`` (a Hugging Face directory),
-``rollout.bin`` (the rollout loop's state) and ``state.json`` (the controller's, and the format's version).
+``rollout.bin`` (state of the rollout loop) and ``state.json`` (state of the controller, format version).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk: ``step`` training steps are behind it."""
+    """A complete checkpoint on disk, made after ``step`` training steps."""
 
     path: Path
     step: int
     state: Mapping[str, Any]
-    """The controller's own counters."""
+    """Counters of the controller."""
 
     @property
     def learner(self) -> Path:
@@ -45,12 +45,12 @@ class Checkpoint:
         return self.path / "model"
 
     def rollout_state(self) -> dict[str, Any]:
-        """The rollout loop's state. It is a pickle: load checkpoints of people whom you trust."""
+        """Return the state of the rollout loop. It is a pickle: load only checkpoints that you trust."""
         return pickle.loads((self.path / "rollout.bin").read_bytes())
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """All complete checkpoints under ``directory``, oldest first."""
+    """Return all complete checkpoints in ``directory``, oldest first."""
     found = []
     for path in directory.glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -75,7 +75,7 @@ def _read(path: Path, step: int) -> Checkpoint:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A fresh directory beside the final name, for the learner to write ``learner/`` and ``model/`` into."""
+    """Create a temporary directory; the learner writes ``learner/`` and ``model/`` into it."""
     partial = directory / f"partial-{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -83,7 +83,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Checkpoint:
-    """Complete ``partial`` into ``step-NNNNNN``, then ``tidy``."""
+    """Complete ``partial``, rename it to ``step-NNNNNN``, then ``tidy``."""
     (partial / "rollout.bin").write_bytes(pickle.dumps(dict(rollout), protocol=5))
     (partial / "state.json").write_text(json.dumps({**state, "format": FORMAT}, indent=2))
     for folder, _, files in os.walk(partial):
@@ -91,7 +91,7 @@ def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mappi
             _sync(Path(folder) / name)
         _sync(Path(folder))
     final = partial.parent / f"step-{step:06d}"
-    if not final.exists():  # The same step again, as when a resumed run stops at once, has nothing new to say.
+    if not final.exists():  # it exists, for example, if a resumed run stops at once
         partial.rename(final)
         _sync(final.parent)
     tidy(final.parent, keep)
@@ -99,10 +99,9 @@ def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mappi
 
 
 def tidy(directory: Path, keep: int) -> None:
-    """Remove what is half-written, and all but the newest ``keep`` checkpoints; finishes what a kill interrupted.
+    """Remove partial checkpoints and all but the newest ``keep``; complete what a kill interrupted.
 
-    Also points ``../model`` at the newest exported model, so that a run directory can be used wherever a model path
-    can.
+    Also link ``../model`` to the newest exported model, so a run directory can be used as a model path.
     """
     for partial in directory.glob("partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +109,7 @@ def tidy(directory: Path, keep: int) -> None:
     if found:
         _point(directory.parent / "model", Path(directory.name) / found[-1].path.name / "model")
     for old in found[:-keep]:
-        # What is being removed must not look like a checkpoint any more.
+        # A partially removed checkpoint must not look complete.
         shutil.rmtree(old.path.rename(directory / f"partial-{old.step:06d}"), ignore_errors=True)
 
 

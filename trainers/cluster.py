@@ -1,11 +1,10 @@
-"""Where roles live: in this process, or in processes of their own. No role knows which.
+"""Placement of roles: in this process, or in separate processes.
 
-Invariant: a role behaves alike under every placement. Its public coroutine methods can be awaited by thousands of tasks
-at once, cancelled, and fail with the same ``AgentkitError``; what a placement adds is ``RoleError``, when a process
-died, hangs, or the role raised something that is no ``AgentkitError``. Nothing that is placed outlives the caller.
+Invariant: a role behaves the same under every placement. Its public coroutine methods can be awaited by thousands of
+tasks at once, cancelled, and fail with the same ``AgentkitError``; a placement adds only ``RoleError``: a process
+died or hangs, or the role raised another type of error. Placed roles end with the caller.
 
-``place`` is the only entry. A further placement is a further branch there, which returns an object with the role's
-coroutine methods.
+``place`` is the only entry point. It returns an object with the role's coroutine methods.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import Any, Literal, TypeVar, cast
 
 from agentkit.errors import ConfigError, RoleError
 from agentkit.trainers.role_host import resolve, set_threads
-from agentkit.trainers.role_process import Request, RoleProcess
-from agentkit.trainers.transport import Kind, encode
+from agentkit.trainers.role_process import RoleCall, RoleProcess
+from agentkit.trainers.transport import FrameKind, encode
 
 logger = logging.getLogger(__name__)
 
 RoleT = TypeVar("RoleT")
 
 CLOSE_S = 30.0
-"""Seconds that a role's own ``close`` gets before its process is ended without it."""
+"""Seconds for a role's ``close`` before its process is killed."""
 GRACE_S = 5.0
-"""Seconds that the other ranks get to finish their calls after one rank failed; they may be stuck in a collective."""
+"""Seconds for the other ranks to finish their calls after one rank failed; they may hang in a collective."""
 
-# Outlives a parent that is killed with SIGKILL: upon the end of its input it kills the process groups given as
-# arguments, whoever they started included, and removes the directory named first.
+# Survives a SIGKILL of the parent: at the end of its input it kills the process groups given as arguments and removes
+# the directory that is the first argument.
 _GUARD = 'trap "" INT TERM HUP; read -r _; for group; do kill -s KILL -- "-$group"; done; [ -z "$0" ] || rm -rf -- "$0"'
 
 
@@ -52,45 +51,44 @@ async def place(
     call_timeout: float | None = None,
     **kwargs: Any,
 ) -> RoleT:
-    """Construct ``factory(*args, **kwargs)`` where ``placement`` says, and return what has its coroutine methods.
+    """Construct ``factory(*args, **kwargs)`` in the given placement; return an object with its coroutine methods.
 
-    ``factory`` is a class or function, or its name ``"package.module:name"``, which only the process that constructs
-    the role imports.
+    ``factory`` is a class or function, or its name ``"package.module:name"``; only the process of the role imports it.
 
     ``inline``: the role itself.
 
     ``process``: a proxy of a role in a fresh interpreter with its own session. ``factory`` must be importable by name,
-    arguments and results must pickle (large numpy arrays travel without a copy into the pickle and must not be changed
-    until the call returns). Cancelling a call cancels the coroutine in the process and does not wait for its clean-up.
-    The process ignores Ctrl-C, and ends with this one, however this one ends; so keep the thread that runs this event
-    loop alive as long as the role. Other attributes than coroutine methods do not exist on the proxy. Its ``close``
+    arguments and results must pickle (large numpy arrays are not copied into the pickle and must not change until the
+    call returns). Cancelling a call cancels the coroutine in the process and does not wait for its clean-up.
+    The process ignores Ctrl-C and ends when this process ends in any way; keep the thread of this event loop alive as
+    long as the role. The proxy has only the coroutine methods. Its ``close``
     awaits the role's ``close`` and ends the process; it is idempotent.
 
     Args:
         ranks: processes of the role. With more than one, each is constructed with ``rank=``, ``world_size=`` and
-            ``init_method=`` (a rendezvous file for ``torch.distributed``) besides, every call goes to all of them at
-            once and returns rank 0's result. An error in any rank ends the whole group, after ``GRACE_S`` for the
+            ``init_method=`` (a rendezvous file for ``torch.distributed``), every call goes to all of them at once and
+            returns rank 0's result. An error in any rank ends the whole group, after ``GRACE_S`` for the
             others, and is raised by the call; later calls raise ``RoleError``.
-        threads: CPU threads of torch and of numerical libraries. In a process: set in its environment before anything
-            is imported. Inline: torch's threads of this whole process, so the last role placed decides for all.
+        threads: CPU threads of torch and of numerical libraries. In a process: set in its environment before imports.
+            Inline: torch's threads of this whole process; the last role placed decides.
         name: names the role in messages.
         log: file to which the process's output is appended (``-rank1`` and so on is put before the suffix for further
-            ranks); without it only the end is kept, for error messages.
+            ranks); without it only the end of the output is kept, for error messages.
         start_timeout: seconds for starting the process, importing and constructing the role.
         call_timeout: seconds after which a call that has not ended counts as hung: its process is killed and all its
             calls raise ``RoleError``. ``None``: calls may take any time.
 
     Raises:
         ConfigError: several ranks inline, or a factory that cannot be imported by name.
-        RoleError: the process could not be started, or the constructor raised. An ``AgentkitError`` that the
-            constructor raised is raised as it is.
+        RoleError: the process could not be started, or the constructor raised. An ``AgentkitError`` of the constructor
+        is raised unchanged.
     """
     if placement == "inline":
         if ranks != 1:
             raise ConfigError(f"{name}: {ranks} ranks need placement 'process': each rank is a process")
         set_threads(threads)
         role = resolve(factory)(*args, **kwargs)
-        set_threads(threads)  # making it may have been the first to import torch
+        set_threads(threads)  # the constructor may have imported torch
         return role
     _check_importable(factory, name)
     rendezvous = Path(tempfile.mkdtemp(prefix="agentkit-ranks-")) if ranks > 1 else None
@@ -107,7 +105,7 @@ async def place(
 
 
 class RemoteRole:
-    """The proxy of a role in one process, or in one process for each rank. Made by ``place`` alone."""
+    """The proxy of a role in one process, or in one process per rank. Created by ``place``."""
 
     def __init__(
         self,
@@ -140,11 +138,11 @@ class RemoteRole:
             return await self._call(method, args, kwargs)
 
         call.__name__ = method
-        self.__dict__[method] = call  # found without this function from now on
+        self.__dict__[method] = call  # later lookups skip this function
         return call
 
     def alive(self) -> bool:
-        """Whether calls are possible: no process of the role has ended. (A process that hangs is alive.)"""
+        """Return whether all processes of the role run. (A process that hangs is alive.)"""
         return self._failure is None and all(process.alive for process in self._processes)
 
     @property
@@ -155,7 +153,7 @@ class RemoteRole:
     async def close(self) -> None:
         """Await the role's ``close`` for at most ``CLOSE_S``, then end its processes. Idempotent.
 
-        Raises what the role's ``close`` raised, once the processes are gone; a role that ended before is not an error.
+        After the processes have ended, raises the error of the role's ``close``, if any.
         """
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -169,7 +167,7 @@ class RemoteRole:
                 await process.start(environment)
             self._guard = _start_guard(self.pids, self._rendezvous)
             requests = [
-                process.request(Kind.CONSTRUCT, "its constructor", encode(constructor))
+                process.request(FrameKind.CONSTRUCT, "its constructor", encode(constructor))
                 for process, constructor in zip(self._processes, constructors, strict=True)
             ]
             try:
@@ -189,10 +187,10 @@ class RemoteRole:
         if self._failure is not None:
             raise RoleError(self._failure)
         body = encode((method, args, kwargs))
-        return await self._results([process.request(Kind.CALL, method, body) for process in self._processes])
+        return await self._results([process.request(FrameKind.CALL, method, body) for process in self._processes])
 
-    async def _results(self, requests: list[Request]) -> Any:
-        """The first request's result, once all have one; the error of the first one that fails."""
+    async def _results(self, requests: list[RoleCall]) -> Any:
+        """Wait for all requests and return the first one's result; raise the error of the first request that fails."""
         try:
             if len(requests) == 1:
                 return await requests[0].future
@@ -212,10 +210,10 @@ class RemoteRole:
             raise
 
     def _on_end(self, error: RoleError) -> None:
-        """A process ended: without it the others cannot go on, and what was made for the group is not needed."""
+        """Handle the end of a process: the others cannot continue without it."""
         first, self._failure = self._failure is None, self._failure or str(error)
         if not any(process.alive for process in self._processes):
-            self._release()  # at once: the guard must not keep the ids of groups that are gone
+            self._release()  # at once: the ids of ended groups may be reused
         elif first:
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
 
@@ -240,7 +238,7 @@ class RemoteRole:
             if self._failure is None and "close" in self._methods:
                 await asyncio.wait_for(self._call("close", (), {}), CLOSE_S)
         except asyncio.TimeoutError:
-            logger.warning("%s did not close within %s s; its processes are ended without it", self._name, CLOSE_S)
+            logger.warning("%s did not close within %s s; its processes are killed", self._name, CLOSE_S)
         finally:
             self._failure = self._failure or f"{self._name} is closed"
             if self._ending is not None:
@@ -258,14 +256,14 @@ class RemoteRole:
 
 
 def _forget(future: asyncio.Future[Any]) -> None:
-    """Mark a future's error as seen: another rank's is the one that is reported."""
+    """Mark a future's error as retrieved; another rank's error is reported."""
     if not future.cancelled():
         future.exception()
 
 
 def _check_importable(factory: Callable[..., Any] | str, name: str) -> None:
     if isinstance(factory, str):
-        return  # told by the process that imports it
+        return  # the process that imports it reports errors
     module, path = getattr(factory, "__module__", None), getattr(factory, "__qualname__", None)
     if module is None or path is None or module == "__main__" or "<" in path or inspect.ismethod(factory):
         raise ConfigError(
@@ -280,7 +278,7 @@ def _environment(threads: int | None, ranks: int) -> dict[str, str]:
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
             environment[variable] = str(threads)
     if ranks > 1:
-        # All ranks are on this machine; a host name that does not resolve to it must not matter.
+        # All ranks are on this machine, even if its host name resolves to another address.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 

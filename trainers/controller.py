@@ -1,23 +1,26 @@
-"""One run, from configuration to trained model: imitation, then rollout beside training, with weights in between.
+"""One run, from configuration to trained model: imitation, then rollout in parallel with training.
 
-Invariant: between two training steps there is one instant at which everything is consistent — the learner has stepped,
-its weights are served, the gate knows — and only there are checkpoints taken and stops obeyed. The version served is
-the number of finished training steps.
+Invariant: between two training steps there is one consistent instant: the learner has stepped, its weights are served,
+and the gate has their version. Only then checkpoints are written and stops take effect. The served version is the
+number of finished training steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError
+from agentkit.jsonl import read_jsonl
+from agentkit.progress import View
 from agentkit.records import EVALUATION
+from agentkit.results import EvalResult, RunResult
 from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
@@ -26,55 +29,44 @@ from agentkit.trainers.algorithms.signal import missing_signal
 from agentkit.trainers.batch import flatten
 from agentkit.trainers.inference.base import EngineStats
 from agentkit.trainers.roles import Roles, start_roles
-from agentkit.trainers.rollout.evaluation import EvalResult, evaluate, evaluation_metrics
+from agentkit.trainers.rollout.evaluation import evaluate, evaluation_metrics
 from agentkit.trainers.rollout.loop import RolloutLoop
-
-
-class View(Protocol):
-    """Whoever watches a run: the live view of a terminal, plain lines, or nobody."""
-
-    def stage(self, name: str) -> None:
-        """A new part of the run begins."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A training step has ended with these metrics."""
-        ...
-
-    def message(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a run ended. Success rates are of evaluation tasks, before and after reinforcement learning."""
-
-    directory: Path
-    steps: int
-    """Training steps that are behind the run, those of former sessions included."""
-    finished: bool
-    """False when it was asked to stop before its last step."""
-    success_before: float | None
-    success_after: float | None
-    demonstrated_success: float | None
-    """Of the episodes that were imitated; None without imitation."""
-    duration_s: float
+from agentkit.types import Trajectory
 
 
 async def run(
-    config: RunConfig, directory: RunDirectory, *, resume: bool, view: View, stop: asyncio.Event
-) -> RunSummary:
-    """Do the run of ``config`` in ``directory``, from the start or, with ``resume``, from its last checkpoint.
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    resume: bool,
+    view: View,
+    stop: asyncio.Event,
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None,
+    on_episode: Callable[[Trajectory], object] | None = None,
+) -> RunResult:
+    """Train in ``directory``, from the start or, with ``resume``, from the last checkpoint.
 
-    ``stop`` ends it at the next consistent instant, with a checkpoint. Raises ``CheckpointError`` when there is nothing
-    to resume, and whatever error of the roles or the environments ends the run; everything is stopped by then.
+    Args:
+        config: settings of the run.
+        directory: its locked run directory.
+        resume: continue from the last checkpoint.
+        view: shows the progress; the caller starts and stops it.
+        stop: ends the run at the next consistent instant, with a checkpoint.
+        on_step: called with the number and the metrics of each finished training step.
+        on_episode: called with each episode that is trained on or voided.
+
+    Raises:
+        CheckpointError: there is no checkpoint to resume from.
+        Exception: an error of a role or an environment, or of a callback. The run has been stopped; after an error of
+            a callback there is a checkpoint.
     """
     found = checkpoint.list_checkpoints(directory.checkpoints)
     checkpoint.tidy(directory.checkpoints, config.checkpoint.keep)
-    for leftover in directory.weights.iterdir():  # What a killed process was writing; it is published anew anyway.
+    for leftover in directory.weights.iterdir():  # Partial files of a killed process; the weights are published again.
         leftover.unlink()
     if resume and not found:
         raise CheckpointError(
-            f"{directory.path} has no checkpoint to resume from: start anew with `agentkit run "
+            f"{directory.path} has no checkpoint to resume from; start again with `agentkit run "
             f"{directory.config_file} dir={directory.path}`"
         )
     view.stage("starting")
@@ -82,12 +74,52 @@ async def run(
         recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
         try:
             async with start_roles(config, directory.weights / "policy.safetensors") as roles:
-                summary = await _Run(config, directory, recorder, view, stop, roles).go(found[-1] if resume else None)
+                callbacks = _Callbacks(on_step, on_episode, stop)
+                session = _Run(config, directory, recorder, view, stop, roles, callbacks)
+                result = await session.go(found[-1] if resume else None)
         except BaseException as error:
             recorder.event("failed", error=type(error).__name__, text=str(error))
             raise
-        recorder.event("end", steps=summary.steps, finished=summary.finished)
-    return summary
+        recorder.event("end", steps=result.steps, finished=result.finished)
+    rows = [_numbers(row) for row in read_jsonl(directory.metrics_file)]
+    return replace(
+        result,
+        history=tuple(row for row in rows if "time/step" in row),
+        evaluations=tuple(row for row in rows if "eval/success" in row),
+    )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """A line of the metrics file, where null stands for a value that is not finite."""
+    return {name: math.nan if value is None else value for name, value in row.items() if name != "time"}
+
+
+class _Callbacks:
+    """The caller's functions. The first error of one stops the run, and is raised when that has a checkpoint."""
+
+    def __init__(
+        self,
+        on_step: Callable[[int, Mapping[str, float]], object] | None,
+        on_episode: Callable[[Trajectory], object] | None,
+        stop: asyncio.Event,
+    ) -> None:
+        self._on_step, self._on_episode, self._stop = on_step, on_episode, stop
+        self.error: Exception | None = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call(self._on_step, step, metrics)
+
+    def episode(self, trajectory: Trajectory) -> None:
+        self._call(self._on_episode, trajectory)
+
+    def _call(self, callback: Callable[..., object] | None, *arguments: object) -> None:
+        if callback is None or self.error is not None:
+            return
+        try:
+            callback(*arguments)
+        except Exception as error:
+            self.error = error
+            self._stop.set()
 
 
 class _Run:
@@ -101,22 +133,23 @@ class _Run:
         view: View,
         stop: asyncio.Event,
         roles: Roles,
+        callbacks: _Callbacks,
     ) -> None:
         self.config, self.directory, self.recorder, self.view, self.stop = config, directory, recorder, view, stop
-        self.roles = roles
+        self.roles, self.callbacks = roles, callbacks
         self.step = 0
         self.success_before: float | None = None
         self.success_after: float | None = None
         self.demonstrated_success: float | None = None
         self._missing_signal: str | None = None
-        """Why the last step had no signal to learn from; None if it had."""
+        """Why the last step had no learning signal; None if it had one."""
         self.loop = RolloutLoop(config, roles.engine, roles.renderer, roles.parser, on_episode=self._record_episode)
         self.snapshot = self.loop.state()
-        """The rollout loop as it was when ``step`` ended."""
+        """State of the rollout loop at the end of ``step``."""
         self.saved_step = -1
         self.started = time.monotonic()
 
-    async def go(self, resumed: checkpoint.Checkpoint | None) -> RunSummary:
+    async def go(self, resumed: checkpoint.Checkpoint | None) -> RunResult:
         if resumed:
             await self._restore(resumed)
         else:
@@ -127,15 +160,17 @@ class _Run:
                     self.config, self.roles, self.recorder, self.view, self.stop
                 )
         if self.stop.is_set():
-            await self._save()  # what was imitated so far
+            await self._save()  # the state of an interrupted imitation
         else:
             if self.success_before is None:
                 self.success_before = (await self._evaluate()).success
             await self._train()
-        return RunSummary(
+        if self.callbacks.error is not None:
+            raise self.callbacks.error
+        return RunResult(
             directory=self.directory.path,
             steps=self.step,
-            finished=not self.stop.is_set(),
+            ending="interrupted" if self.stop.is_set() else "finished",
             success_before=self.success_before,
             success_after=self.success_after,
             demonstrated_success=self.demonstrated_success,
@@ -143,13 +178,13 @@ class _Run:
         )
 
     async def _train(self) -> None:
-        """Training steps until the last one, or until somebody asks to stop; a checkpoint at the end either way."""
+        """Train until the last step or a requested stop; then write a checkpoint."""
         self.view.stage("training")
-        if self.saved_step < 0:  # So that a kill in the first steps does not cost the imitation.
+        if self.saved_step < 0:  # A kill in the first steps must not lose the imitation.
             await self._save()
         await self.loop.start()
         try:
-            while self.step < self.config.steps and await self._one_step():
+            while self.step < self.config.steps and not self.stop.is_set() and await self._one_step():
                 every = self.config.evaluation.every
                 if every and self.step % every == 0 and self.step < self.config.steps:
                     await self._evaluate()
@@ -164,7 +199,7 @@ class _Run:
         await self._save()
 
     async def _one_step(self) -> bool:
-        """Consume one batch and publish its weights. False when a stop came first; the batch is then untouched."""
+        """Consume one batch and publish its weights. Return False, without using a batch, if a stop was requested."""
         began, before = time.monotonic(), await self.roles.engine.stats()
         label = f"step {self.step + 1}"
         with progress.work(f"{label}: episodes", detail=self.loop.under_way):
@@ -177,7 +212,7 @@ class _Run:
             trained = time.monotonic()
             await self.loop.publish(self.roles.weights, self.step + 1)
         ended = time.monotonic()
-        # One instant: what ends from here on is recorded under the step after this one, and is not in the snapshot.
+        # Episodes that end from here on are recorded under the next step and are not in the snapshot.
         self.step += 1
         self.snapshot = self.loop.state()
         metrics |= self.loop.metrics()
@@ -191,6 +226,7 @@ class _Run:
         }
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
+        self.callbacks.step(self.step, metrics)
         reason = missing_signal([group.members for group in groups], self.config.algorithm)
         if reason is not None:
             self.recorder.event("no_signal", step=self.step, reason=reason)
@@ -200,7 +236,7 @@ class _Run:
         return True
 
     async def _unless_stopped(self, work: Any) -> Any:
-        """The result of ``work``, or None when a stop is asked for first; ``work`` is then cancelled."""
+        """Return the result of ``work``; if a stop is requested first, cancel ``work`` and return None."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -259,8 +295,10 @@ class _Run:
         self.loop.restore(self.snapshot)
         self.view.message(f"resumed after step {found.step}")
 
-    def _record_episode(self, trajectory: Any, ending: str, reason: str) -> None:
+    def _record_episode(self, trajectory: Trajectory, ending: str, reason: str) -> None:
         self.recorder.episode(self.step + 1, trajectory, ending, reason)
+        if ending in ("trained", "voided"):
+            self.callbacks.episode(trajectory)
 
 
 def _engine_metrics(before: EngineStats, after: EngineStats, seconds: float) -> dict[str, float]:

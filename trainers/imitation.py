@@ -1,7 +1,7 @@
-"""Behaviour cloning: expert episodes become the same token records that rollouts make, and the learner fits them.
+"""Behaviour cloning: expert episodes become token records like those of rollouts, and the learner fits them.
 
-Invariant: an expert's turn is tokenised by the renderer and the parser that the rollout loop uses, so that the policy
-is taught exactly the form in which it will be asked and read.
+Invariant: an expert's turn is tokenised by the renderer and parser of the rollout loop, so the policy learns exactly
+the format that is used later.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from agentkit import progress
 from agentkit.config import EnvConfig, ImitationConfig, RunConfig
-from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import AsyncTextEnv, expert_actions
+from agentkit.envs.sync import SyncTextEnv
 from agentkit.errors import ConfigError
 from agentkit.store import Recorder
 from agentkit.trainers.batch import flatten
@@ -29,17 +29,17 @@ from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.types import Group, Trajectory, Turn
 
 WARMUP_UPDATES = 10
-"""Updates in which the learning rate rises linearly: a fresh model's first gradients point nowhere in particular."""
+"""Updates of linear warm-up; the first gradients of a fresh model are noise."""
 
 
 class Messages(Protocol):
-    """Whoever is told how imitation goes."""
+    """Receiver of the progress of imitation."""
 
     def message(self, text: str) -> None: ...
 
 
 async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Messages, stop: asyncio.Event) -> float:
-    """Fit ``config.imitation.episodes`` expert episodes; on return the engine serves the weights that came of it.
+    """Fit ``config.imitation.episodes`` expert episodes; on return the engine serves the resulting weights.
 
     Returns the success rate of these episodes. Ends early when ``stop`` is set, or when the policy's success on other
     training tasks reaches ``stop_success`` times that. Raises ``ConfigError`` if there is no expert.
@@ -87,19 +87,19 @@ async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Mes
 def expert_episodes(
     config: EnvConfig, renderer: ChatRenderer, parser: ActionParser, settings: ImitationConfig, max_context: int
 ) -> list[Trajectory]:
-    """The expert's episodes on the first ``settings.episodes`` training tasks, one action a turn.
+    """Play the expert on the first ``settings.episodes`` training tasks, one action per turn.
 
-    With ``settings.noise``, each action is with that probability one at random out of those that the environment lists;
-    it is carried out and demonstrated like any other.
+    With probability ``settings.noise``, an action is drawn at random from those that the environment lists; it is
+    executed and demonstrated like any other.
 
-    Each is cut off like any other episode at the environment's turns or ``max_context`` tokens. Their log-probabilities
-    are zero: no policy sampled them, and imitation does not read them. Raises ``ConfigError`` if there is no expert, or
-    with noise no list of actions.
+    Episodes are truncated at the environment's turns or ``max_context`` tokens, as in rollouts. Their log-probabilities
+    are zero; imitation does not use them. Raises ``ConfigError`` if the environment has no expert, or, with noise,
+    lists no actions.
     """
     source = EnvSource.of(config)
     if not source.has_expert:
         raise ConfigError(
-            f"imitation needs an expert, and {source.id} has none: give its class an `expert()` method that yields "
+            f"imitation needs an expert, but {source.id} has none: give its class an `expert()` method that yields "
             "solving actions, or drop the imitation section"
         )
     demonstrate = _Demonstrator(source, renderer, parser, settings.noise, max_context)
@@ -116,7 +116,7 @@ def expert_episodes(
 
 
 class _Demonstrator:
-    """Plays an environment's expert, and writes down what a policy would have to say to play so."""
+    """Plays an environment's expert and records the answers that a policy would give."""
 
     def __init__(
         self, source: EnvSource, renderer: ChatRenderer, parser: ActionParser, noise: float, max_context: int
@@ -125,7 +125,7 @@ class _Demonstrator:
         self.noise, self.max_context = noise, max_context
         self.system = system_message(source.instructions, parser)
         made = source.make()
-        self.env = Blocking(made) if isinstance(made, AsyncTextEnv) else made
+        self.env = SyncTextEnv(made) if isinstance(made, AsyncTextEnv) else made
 
     def __call__(self, seed: int) -> Trajectory:
         observation, info = self.env.reset(seed=seed)
@@ -136,7 +136,7 @@ class _Demonstrator:
         while (action := next(plan, None)) is not None:
             if self.noise and rng.random() < self.noise:
                 action = str(rng.choice(self._listed(info)))
-                plan = expert_actions(self.env)  # what was planned for the action not taken is worth nothing now
+                plan = expert_actions(self.env)  # the plan assumed the action that was not taken
             answer = self.parser.format([action])
             action_ids = self.renderer.encode_answer(answer)
             tokens += len(prompt_ids) + len(action_ids)
@@ -162,7 +162,7 @@ class _Demonstrator:
     def _listed(self, info: dict[str, Any]) -> list[str]:
         if not info.get("admissible_actions"):
             raise ConfigError(
-                f"imitation.noise={self.noise} draws random actions, and {self.source.id} lists none: put them into "
+                f"imitation.noise={self.noise} draws random actions, but {self.source.id} lists none: put them into "
                 "info['admissible_actions'], or set imitation.noise=0"
             )
         return info["admissible_actions"]
@@ -173,7 +173,7 @@ def _alone(episode: Trajectory) -> Group:
 
 
 async def _check(config: RunConfig, roles: Roles) -> float:
-    """Success on training tasks that are not imitated, with the weights as they are now."""
+    """Return the success rate of the current weights on training tasks that are not imitated."""
     settings = config.imitation
     assert settings is not None
     await roles.publish(0)

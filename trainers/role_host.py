@@ -1,9 +1,9 @@
-"""What runs in a role's own process: construct the role, serve its coroutine methods, leave with the parent.
+"""The process of a role: construct the role, serve its coroutine methods, and end with the parent.
 
-Invariant: this process ends when its parent does, however that ends: the end of the connection stops an idle or busy
-event loop, and the kernel kills a process that hangs (``PR_SET_PDEATHSIG``).
+Invariant: this process ends when its parent ends in any way: the end of the connection stops the event loop, and the
+kernel kills a process that hangs (``PR_SET_PDEATHSIG``).
 
-``main`` is started by ``agentkit.trainers.role_process`` in a fresh interpreter; nobody else calls it.
+``agentkit.trainers.role_process`` starts ``main`` in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Callable
 from typing import Any
 
 from agentkit.errors import RoleError
-from agentkit.trainers.transport import Kind, Link, decode, encode, encode_error
+from agentkit.trainers.transport import FrameKind, RoleConnection, decode, encode, encode_error
 
 PR_SET_PDEATHSIG = 1
 CANCEL_S = 1.0
-"""Seconds that cancelled calls get before the process exits."""
+"""Seconds for cancelled calls to end before the process exits."""
 
 
 def main(fd: int, parent: int, name: str) -> None:
     """Serve one role over the connected socket ``fd`` until ``parent`` ends the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
     _die_with_parent(parent)
     faulthandler.enable()
     os.set_inheritable(fd, False)
@@ -45,12 +45,12 @@ def main(fd: int, parent: int, name: str) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A compute thread that never returns must not delay the exit, so no thread is joined.
+    # Threads are not joined, because a compute thread that never returns must not delay the exit.
     os._exit(code)
 
 
 def resolve(factory: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The factory itself, or what ``"package.module:name"`` names."""
+    """Return the factory itself, or the object that ``"package.module:name"`` names."""
     return pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
 
 
@@ -65,23 +65,23 @@ def _die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # it ended before the line above
         os._exit(0)
 
 
 async def _serve(sock: socket.socket, name: str) -> None:
     host = _Host(name)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.stopped.set)
-    host.link = await Link.open(sock, host.on_frame, host.stopped.set)
+    host.connection = await RoleConnection.open(sock, host.on_frame, host.stopped.set)
     await host.stopped.wait()
     await host.cancel_calls()
 
 
 class _Host:
-    """The role and the calls under way in it."""
+    """The role and its running calls."""
 
     def __init__(self, name: str) -> None:
-        self.link: Link | None = None
+        self.connection: RoleConnection | None = None
         self.stopped = asyncio.Event()
         self._where = f"{name} (pid {os.getpid()})"
         self._role: Any = None
@@ -89,30 +89,30 @@ class _Host:
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     def on_frame(self, kind: int, call_id: int, body: bytes | bytearray, num_buffers: int) -> None:
-        if kind == Kind.CANCEL:
+        if kind == FrameKind.CANCEL:
             task = self._tasks.get(call_id)
             if task is not None:
                 task.cancel()
             return
         try:
             value = decode(body, num_buffers)
-            if kind == Kind.CONSTRUCT:
+            if kind == FrameKind.CONSTRUCT:
                 self._construct(value)
-                self._send(Kind.RESULT, call_id, encode(self._methods))
+                self._send(FrameKind.RESULT, call_id, encode(self._methods))
                 return
             method, args, kwargs = value
             if method not in self._methods:
                 raise RoleError(f"{self._where} has no public coroutine method {method!r}")
             call = getattr(self._role, method)(*args, **kwargs)
         except Exception as error:
-            self._send(Kind.ERROR, call_id, encode_error(error, self._where))
+            self._send(FrameKind.ERROR, call_id, encode_error(error, self._where))
             return
         task = asyncio.get_running_loop().create_task(call)
         self._tasks[call_id] = task
         task.add_done_callback(lambda task: self._answer(call_id, method, task))
 
     async def cancel_calls(self) -> None:
-        """Give the calls under way, if any, ``CANCEL_S`` to clean up."""
+        """Cancel the running calls and give them ``CANCEL_S`` to clean up."""
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -123,7 +123,7 @@ class _Host:
         factory = resolve(factory)
         set_threads(threads)
         self._role = factory(*args, **kwargs)
-        set_threads(threads)  # the constructor may have been the first to import torch
+        set_threads(threads)  # the constructor may have imported torch
         cls = type(self._role)
         self._methods = frozenset(
             name
@@ -134,19 +134,19 @@ class _Host:
     def _answer(self, call_id: int, method: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[call_id]
         if task.cancelled():
-            # After a CANCEL frame nobody waits for this; otherwise the role cancelled itself, which must not look as
-            # if the caller had been cancelled.
+            # After a CANCEL frame this answer is ignored; otherwise the role cancelled itself, and the caller must not
+            # see a CancelledError.
             error: BaseException | None = RoleError(f"{self._where} cancelled its own call of {method}")
         else:
             error = task.exception()
         if error is None:
             try:
-                self._send(Kind.RESULT, call_id, encode(task.result()))
+                self._send(FrameKind.RESULT, call_id, encode(task.result()))
                 return
             except Exception as cause:
                 error = RoleError(f"{self._where}: the result of {method} cannot be sent to another process: {cause!r}")
-        self._send(Kind.ERROR, call_id, encode_error(error, self._where))
+        self._send(FrameKind.ERROR, call_id, encode_error(error, self._where))
 
-    def _send(self, kind: Kind, call_id: int, body: Any) -> None:
-        assert self.link is not None
-        self.link.send(kind, call_id, body)
+    def _send(self, kind: FrameKind, call_id: int, body: Any) -> None:
+        assert self.connection is not None
+        self.connection.send(kind, call_id, body)

@@ -1,4 +1,4 @@
-"""The parent's side of one spawned process: start it, call it, notice its death, end it.
+"""The parent's side of one role process: start it, call it, detect its end, stop it.
 
 Invariant: every call ends. It returns, raises what the role raised, or raises ``RoleError`` with the process's pid, its
 exit code or signal and its last output; and when that ``RoleError`` arrives, the process and its group are gone.
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentkit.errors import RoleError
-from agentkit.trainers.transport import Kind, Link, Parts, decode, decode_error
+from agentkit.trainers.transport import FrameKind, Parts, RoleConnection, decode, decode_error
 
 POLL_S = 0.1
-"""Seconds between two looks at the process and at the oldest call (a lost connection is noticed at once)."""
+"""Seconds between two checks of the process and of the oldest call (a lost connection is detected at once)."""
 EXIT_S = 5.0
-"""Seconds that a process gets to exit after its connection ended, and again after SIGTERM."""
+"""Seconds for a process to exit after its connection ended, and again after SIGTERM."""
 TAIL_BYTES = 4096
 
-# As with multiprocessing's spawn, the child sees the modules that the parent sees; a fresh interpreter because torch's
+# The child has the parent's sys.path, as with multiprocessing's spawn. It is a fresh interpreter because torch's
 # threads do not survive a fork.
 _BOOT = """
 import json, sys
@@ -38,8 +38,8 @@ main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
 
 
-class Request(NamedTuple):
-    """One call under way; ``future`` yields its result or its error."""
+class RoleCall(NamedTuple):
+    """One running call; ``future`` yields its result or its error."""
 
     call_id: int
     method: str
@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class RoleProcess:
-    """One process, in a session and process group of its own, deaf to Ctrl-C.
+    """One process in a separate session and process group; it ignores Ctrl-C.
 
     Args:
         name: of the role (and rank), for messages.
@@ -64,11 +64,11 @@ class RoleProcess:
         self._log = log
         self._call_timeout = call_timeout
         self._on_end = on_end
-        self._calls: dict[int, Request] = {}
+        self._calls: dict[int, RoleCall] = {}
         self._last_id = 0
         self._popen: subprocess.Popen[bytes] | None = None
-        self._link: Link | None = None
-        self._link_lost = asyncio.Event()
+        self._connection: RoleConnection | None = None
+        self._connection_lost = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._cause = ""
         self._end: RoleError | None = None
@@ -98,42 +98,42 @@ class RoleProcess:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         ours.setblocking(False)
         try:
-            self._link = await Link.open(ours, self._on_frame, self._link_lost.set)
+            self._connection = await RoleConnection.open(ours, self._on_frame, self._connection_lost.set)
         except BaseException:
             ours.close()
             raise
 
-    def request(self, kind: Kind, method: str, body: tuple[Parts, int]) -> Request:
-        """Begin a call; raises ``RoleError`` if the process has ended."""
+    def request(self, kind: FrameKind, method: str, body: tuple[Parts, int]) -> RoleCall:
+        """Start a call. Raises ``RoleError`` if the process has ended."""
         if self._end is not None:
             raise RoleError(str(self._end))
-        assert self._link is not None
+        assert self._connection is not None
         self._last_id += 1
-        limit = float("inf") if self._call_timeout is None or kind == Kind.CONSTRUCT else self._call_timeout
+        limit = float("inf") if self._call_timeout is None or kind == FrameKind.CONSTRUCT else self._call_timeout
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = Request(self._last_id, method, future, time.monotonic() + limit)
+        request = RoleCall(self._last_id, method, future, time.monotonic() + limit)
         self._calls[request.call_id] = request
-        self._link.send(kind, request.call_id, body)
+        self._connection.send(kind, request.call_id, body)
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RoleCall) -> None:
         """Cancel the coroutine of a call that has not ended; its future is cancelled at once."""
         if self._calls.pop(request.call_id, None) is not None:
             request.future.cancel()
-            if self._link is not None:
-                self._link.send(Kind.CANCEL, request.call_id)
+            if self._connection is not None:
+                self._connection.send(FrameKind.CANCEL, request.call_id)
 
     def pending(self) -> list[asyncio.Future[Any]]:
-        """The futures of all calls under way."""
+        """Return the futures of all running calls."""
         return [request.future for request in self._calls.values()]
 
     async def stop(self) -> None:
-        """End the connection, upon which the process exits; SIGTERM, then SIGKILL for one that does not. Idempotent."""
+        """Close the connection, which makes the process exit; then SIGTERM, then SIGKILL. Idempotent."""
         if self._watcher is None:
             return
         self._cause = self._cause or f"{self.name} is closed"
-        if self._link is not None:
-            self._link.close()
+        if self._connection is not None:
+            self._connection.close()
         await asyncio.shield(self._watcher)
 
     async def kill(self, cause: str) -> None:
@@ -145,7 +145,7 @@ class RoleProcess:
         await asyncio.shield(self._watcher)
 
     def tail(self) -> str:
-        """The last of what the process wrote to stdout and stderr."""
+        """Return the end of the process's output (stdout and stderr)."""
         if self._log is not None:
             with self._log.open("rb") as file:
                 file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -181,7 +181,7 @@ class RoleProcess:
             os.close(output)
 
     def _drain(self) -> bool:
-        """Read what the process wrote, once; false when there is nothing more for now."""
+        """Read output of the process once; return False if there is none for now."""
         if self._output is None:
             return False
         try:
@@ -206,7 +206,7 @@ class RoleProcess:
         if request is None or request.future.done():
             return  # it was cancelled
         try:
-            if kind == Kind.RESULT:
+            if kind == FrameKind.RESULT:
                 request.future.set_result(decode(body, num_buffers))
             else:
                 request.future.set_exception(decode_error(body, num_buffers))
@@ -217,23 +217,23 @@ class RoleProcess:
     # the end
 
     async def _watch(self) -> None:
-        """Wait until the process is gone, or ought to be; then make sure, and fail what is pending."""
+        """Wait until the process ends or has to be stopped; then kill its group and fail pending calls."""
         try:
-            while not self._exited() and not self._link_lost.is_set():
+            while not self._exited() and not self._connection_lost.is_set():
                 self._find_hung_call()
                 await self._sleep()
             for number in (None, signal.SIGTERM):
                 if number is not None:
                     self._signal_group(number)
                 patience = time.monotonic() + EXIT_S
-                while not self._exited() and time.monotonic() < patience:  # noqa: ASYNC110  (only the kernel knows)
+                while not self._exited() and time.monotonic() < patience:  # noqa: ASYNC110  (no event signals it)
                     await asyncio.sleep(0.01)
         finally:
             self._reap()
 
     async def _sleep(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._link_lost.wait(), POLL_S)
+            await asyncio.wait_for(self._connection_lost.wait(), POLL_S)
 
     def _find_hung_call(self) -> None:
         # All calls have the same limit, so the first one is the oldest.
@@ -246,7 +246,7 @@ class RoleProcess:
             self._signal_group(signal.SIGKILL)
 
     def _exited(self) -> bool:
-        """Whether the process has ended. It stays a zombie, so that its pid and group are still its own."""
+        """Return whether the process has ended. It stays a zombie, so its pid and group are not reused."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -263,10 +263,10 @@ class RoleProcess:
         self._signal_group(signal.SIGKILL)
         try:
             self._popen.wait(timeout=EXIT_S)
-        except subprocess.TimeoutExpired:  # stuck in the kernel, in a driver say
+        except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver
             self._cause = f"{self.name} (pid {self.pid}) does not even react to SIGKILL. {self._cause}".strip()
-        if self._link is not None:
-            self._link.close()
+        if self._connection is not None:
+            self._connection.close()
         while self._drain():
             pass
         self._close_output()
@@ -277,7 +277,7 @@ class RoleProcess:
                 request.future.set_exception(RoleError(str(self._end)))
         self._on_end(self._end)
 
-    def _obituary(self, pending: list[Request]) -> str:
+    def _obituary(self, pending: list[RoleCall]) -> str:
         assert self._popen is not None
         code = self._popen.returncode
         end = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"

@@ -1,7 +1,7 @@
-"""Starts what a run needs — learner, engine, renderer, parser — and stops all of it, whatever happens.
+"""Start and stop the parts of a run: learner, engine, renderer, parser.
 
-Invariant: whatever was started is closed, in reverse order, also when starting the next one fails. The engine is made
-from the same configuration as the learner, but what it serves is only what was published to it.
+Invariant: started parts are closed in reverse order, even if starting the next one fails. The engine is made from the
+same configuration as the learner, but serves only published weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from agentkit.trainers.rollout.renderer import ChatRenderer
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The parts of a run that talk to each other; ``learner`` and ``engine`` may live in processes of their own."""
+    """The parts of a run; ``learner`` and ``engine`` may be proxies of roles in other processes."""
 
     renderer: ChatRenderer
     parser: ActionParser
     learner: Any
     engine: InferenceEngine
     weights: Path
-    """Where the learner publishes, and the engine reads, the policy's weights."""
+    """The file to which the learner publishes the policy's weights, and from which the engine loads them."""
     shared: bool
-    """The engine computes with the learner's own weights: nothing is written, but they must not change in use."""
+    """Whether the engine uses the learner's weights in place; they must not change while it computes."""
 
     async def train(self, batch: Batch, step: int) -> dict[str, float]:
-        """One training step; its weights are then ready to be served as version ``step + 1``."""
+        """Do one training step and publish its weights as version ``step + 1``."""
         if self.shared:
             await self.engine.pause("abort")
         metrics = await self.learner.train(batch, step)
@@ -45,7 +45,7 @@ class Roles:
         return metrics
 
     async def publish(self, version: int) -> None:
-        """Bring the learner's weights to an engine that nobody else is using. The rollout loop has its own way."""
+        """Load the learner's weights into an engine that has no requests. (The rollout loop updates a busy engine.)"""
         await self._export(version)
         await self.engine.pause("abort")
         try:
@@ -60,13 +60,13 @@ class Roles:
 
 @contextlib.asynccontextmanager
 async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
-    """Learner and engine, started and placed as ``config`` says; the file ``weights`` connects them."""
+    """Start learner and engine in the placement of ``config``; the file ``weights`` connects them."""
     with progress.work("loading the tokenizer"):
         renderer = ChatRenderer(load_tokenizer(config.model.path))
     with progress.work(f"looking at {config.env.id}"):
         source = EnvSource.of(config.env)
     parser = ActionParser(config.env.parser, source.actions_per_turn)
-    # The learner knows no environment, and one of its losses needs the number of turns.
+    # One of the losses needs the environment's number of turns.
     settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
     async with contextlib.AsyncExitStack() as stack:
         with progress.work("starting the learner"):
@@ -89,7 +89,7 @@ async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
 
 
 async def place_engine(config: RunConfig, **extra: Any) -> Any:
-    """The engine that ``config.engine`` names, constructed (with ``extra`` arguments) but not started."""
+    """Construct the engine that ``config.engine`` names, with ``extra`` arguments; do not start it."""
     factory = {
         "hf": "agentkit.trainers.inference.hf:HFEngine",
         "vllm": "agentkit.trainers.inference.vllm:VLLMEngine",

@@ -1,12 +1,13 @@
 """Frames between two processes of one run: pickles in batches over a stream socket.
 
-Invariant: a frame arrives whole, once and in the order in which it was sent, or the link is lost and says so. A value
-that cannot be pickled fails in ``encode``, before a byte of it is sent, so it never breaks the link for others.
+Invariant: frames arrive whole, once and in order, or the connection is lost and reports it. A value that cannot be
+pickled fails in ``encode``, before any byte is sent, so it never breaks the connection.
 
-Both ends belong to one run and trust each other: pickle executes what it reads. Nothing that comes out of a sandbox or
-from a network may ever be fed to a ``Link``.
+Both ends belong to one run and trust each other: pickle executes what it reads. Never pass data from a sandbox or a
+network to a ``RoleConnection``.
 
-Frames sent in one tick of the event loop leave in one write. Arrays above ``OUT_OF_BAND`` bytes are not copied into the
+Frames sent in one tick of the event loop are written together. Arrays above ``OUT_OF_BAND`` bytes are not copied into
+the
 pickle (protocol 5, out-of-band buffers); they arrive writable and aligned.
 """
 
@@ -25,19 +26,19 @@ from typing import Any, cast
 from agentkit.errors import AgentkitError, RoleError
 
 OUT_OF_BAND = 32 * 1024
-"""Bytes from which a contiguous buffer travels beside the pickle instead of inside it."""
+"""Smallest contiguous buffer, in bytes, that is sent outside the pickle."""
 ALIGNMENT = 64
 SCRATCH = 256 * 1024
-"""Bytes read at once; frames larger than this are received straight into memory of their own."""
+"""Bytes read at once; larger frames are received directly into separate memory."""
 
 HEADER = struct.Struct("<QQBI")
-"""Body's bytes, call id, kind, number of out-of-band buffers."""
+"""Size of the body, call id, kind, number of out-of-band buffers."""
 LENGTH = struct.Struct("<Q")
 
 Parts = list[bytes | memoryview]
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     CONSTRUCT = 0
     CALL = 1
     CANCEL = 2
@@ -46,14 +47,14 @@ class Kind(IntEnum):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an error that was raised in another process: its traceback, as text."""
+    """The traceback of an error that was raised in another process, as text."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
 
 
 def encode(value: Any) -> tuple[Parts, int]:
-    """Pickle ``value``; returns the body's parts and the number of out-of-band buffers among them.
+    """Pickle ``value``; return the parts of the body and the number of out-of-band buffers among them.
 
     The parts refer to the memory of large arrays: do not change these until the call returns.
     """
@@ -80,7 +81,7 @@ def encode(value: Any) -> tuple[Parts, int]:
 
 
 def decode(body: bytes | bytearray, num_buffers: int) -> Any:
-    """The value of a body made by ``encode``. Raises whatever unpickling raises."""
+    """Return the value of a body made by ``encode``. Raises the errors of unpickling."""
     if not num_buffers:
         return pickle.loads(body)
     view = memoryview(body)
@@ -97,9 +98,9 @@ def decode(body: bytes | bytearray, num_buffers: int) -> Any:
 
 
 def encode_error(error: BaseException, where: str) -> tuple[Parts, int]:
-    """An exception of the far side. ``AgentkitError`` keeps its type and attributes, anything else is a ``RoleError``.
+    """Encode an exception. An ``AgentkitError`` keeps its type and attributes; others become a ``RoleError``.
 
-    ``where`` names the role, for the message of the latter.
+    ``where`` names the role in the message of a ``RoleError``.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     summary = f"{where} raised {type(error).__name__}: {error}\n{text}"
@@ -113,27 +114,27 @@ def encode_error(error: BaseException, where: str) -> tuple[Parts, int]:
 
 
 def decode_error(body: bytes | bytearray, num_buffers: int) -> AgentkitError:
-    """The exception that ``encode_error`` described, its remote traceback as the cause."""
+    """Return the exception that ``encode_error`` encoded, with its remote traceback as the cause."""
     exact, summary, text = decode(body, num_buffers)
     error: AgentkitError = RoleError(summary)
     if exact is not None:
         try:
             cls, args, attributes = pickle.loads(exact)
-            # Not through __init__: its signature need not be its args.
+            # Not through __init__: its signature may differ from args.
             error = cls.__new__(cls, *args)
             error.__dict__.update(attributes)
         except Exception as cause:
-            error = RoleError(f"{summary}\n(and its exception could not be rebuilt here: {cause!r})")
+            error = RoleError(f"{summary}\n(its exception could not be rebuilt in this process: {cause!r})")
     error.__cause__ = RemoteTraceback(text)
     return error
 
 
-class Link(asyncio.BufferedProtocol):
-    """One end of the connection.
+class RoleConnection(asyncio.BufferedProtocol):
+    """One end of the connection between a role and its caller.
 
     Args:
         on_frame: called with ``(kind, call_id, body, num_buffers)`` for each frame that arrives.
-        on_lost: called once, when nothing can be sent or received any more.
+        on_lost: called once, when the connection is lost or closed.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class Link(asyncio.BufferedProtocol):
         sock: socket.socket,
         on_frame: Callable[[int, int, bytes | bytearray, int], None],
         on_lost: Callable[[], None],
-    ) -> Link:
-        """Serve ``sock``, a connected stream socket that the link then owns."""
+    ) -> RoleConnection:
+        """Serve ``sock``, a connected stream socket, and take ownership of it."""
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)
-        return link
+        _, connection = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)
+        return connection
 
-    def send(self, kind: Kind, call_id: int, body: tuple[Parts, int] = ([], 0)) -> None:
-        """Queue one frame; it leaves at the end of this tick. On a lost link it is dropped (``on_lost`` told)."""
+    def send(self, kind: FrameKind, call_id: int, body: tuple[Parts, int] = ([], 0)) -> None:
+        """Queue one frame; it is sent at the end of this tick. On a lost connection it is dropped."""
         if self._transport is None:
             return
         parts, num_buffers = body
@@ -172,12 +173,12 @@ class Link(asyncio.BufferedProtocol):
         self._outbox += parts
 
     def close(self) -> None:
-        """Send what is queued, then end the connection for the other side too, even where a fork holds a copy."""
+        """Send queued frames, then shut the socket down, also for copies of it in forked processes."""
         if self._transport is None:
             return
         self._flush()
         if self._transport is not None:
-            with contextlib.suppress(OSError):  # the other side was faster
+            with contextlib.suppress(OSError):  # the other side closed it first
                 self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             self._transport.abort()
 
@@ -196,7 +197,7 @@ class Link(asyncio.BufferedProtocol):
             small = []
         transport.write(b"".join(small))
 
-    # asyncio's side
+    # callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -222,7 +223,7 @@ class Link(asyncio.BufferedProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Deliver the whole frames in the scratch buffer and keep the rest at its beginning."""
+        """Deliver the complete frames in the scratch buffer and move the rest to its start."""
         start, end = 0, self._end
         with memoryview(self._scratch) as view:
             while end - start >= HEADER.size:

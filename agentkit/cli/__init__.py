@@ -1,7 +1,8 @@
-"""The command line. Invariant: starting it loads neither torch nor an environment, and errors are sentences.
+"""The command line.
 
-An ``AgentkitError`` is printed as its message and ends the process with status 2 (a setting) or 1 (anything else); a
-traceback is shown for a mistake of agentkit's own, or when ``--debug`` asks for it.
+Invariant: starting it loads neither torch nor an environment. An ``AgentkitError`` is printed as one message and ends
+the process with status 2 (a setting) or 1 (any other error). A traceback is shown only for unexpected errors, or with
+``--debug``.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere on the command line.")
+        bool, typer.Option("--debug", help="Show tracebacks. Can be anywhere on the command line.")
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line (entry point of the console script)."""
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -64,7 +65,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader (`head`, say) has what it wants. Closing standard output again would raise once more.
+        # The reader, such as `head`, has ended. Closing standard output again would raise again.
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:

@@ -1,6 +1,6 @@
 """`agentkit data`: list, fetch, verify, path, swe-from-releases.
 
-Invariant: nothing is downloaded but by `fetch`, and what is printed on standard output is the answer alone.
+Invariant: only `fetch` downloads. Standard output contains only the result.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agentkit import data
 from agentkit.cli.heartbeat import watched
 from agentkit.errors import AgentkitError, ConfigError
 
-app = typer.Typer(help="Data sets of environments: list, fetch, verify, and where they lie.", no_args_is_help=True)
+app = typer.Typer(help="List, download, verify and locate the data sets of environments.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A data set, as `agentkit data list` names it.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set (`agentkit data list`).")]
 
 
 @app.command("list")
 def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show every data set, its licence, what it holds, and whether it is here."""
+    """Show all data sets: licence, content, and whether they are on this machine."""
     rows = []
     for known in data.DATASETS.values():
         folder = data.find(known.name)
@@ -46,12 +46,12 @@ def list_sets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("data set", "download", "holds", "licence", "here", box=None)
+    table = Table("data set", "download", "content", "licence", "location", box=None)
     table.columns[0].no_wrap = True
     for row in rows:
         holds = ", ".join(f"{count:,} {what}" for what, count in row["counts"].items())
         own = data.DATASETS[row["name"]].generate is not None
-        here = row["folder"] or ("made when needed" if own else "no")
+        here = row["folder"] or ("generated on use" if own else "not fetched")
         cells = (row["name"], row["download"], holds or row["title"], row["licence"], here)
         table.add_row(*(escape(cell) for cell in cells))
     Console(soft_wrap=True).print(table)
@@ -62,21 +62,21 @@ def fetch(
     name: Name,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="An archive, folder or file that holds it, instead of a download."),
+        typer.Option("--from", help="Use this archive, folder or file instead of a download."),
     ] = None,
 ) -> None:
-    """Bring a data set here: download (going on where an earlier attempt stopped), verify, unpack."""
+    """Download a data set (continuing an earlier download), verify it and unpack it."""
     with watched(f"fetching {name}"):
         folder = data.fetch(name, source)
     unknown = [remote.path for remote in data.dataset(name).files if remote.sha256 is None]
     if source is None and unknown:
-        typer.echo(f"no official checksum is known of {', '.join(unknown)}: checked by content", err=True)
+        typer.echo(f"{', '.join(unknown)}: no official checksum is known; checked by content", err=True)
     typer.echo(folder)
 
 
 @app.command()
 def verify(name: Name) -> None:
-    """Check a data set that is here: every file as it came, and as many of everything as there must be."""
+    """Check a data set on this machine: checksums of all files, and counts."""
     with watched(f"verifying {name}"):
         problems = data.verify(name)
     for problem in problems:
@@ -95,29 +95,30 @@ def path(name: Name) -> None:
 
 @app.command("swe-from-releases")
 def swe_from_releases(
-    package: Annotated[str | None, typer.Argument(help="A package of the index that pip is configured with.")] = None,
-    old: Annotated[str | None, typer.Argument(help="A version of it.")] = None,
-    new: Annotated[str | None, typer.Argument(help="The version after that.")] = None,
+    package: Annotated[str | None, typer.Argument(help="A package in the index that pip uses.")] = None,
+    old: Annotated[str | None, typer.Argument(help="The earlier version.")] = None,
+    new: Annotated[str | None, typer.Argument(help="The next version.")] = None,
     packages: Annotated[
-        list[str] | None, typer.Option("--with", help="What it and its tests need besides pytest, as for pip.")
+        list[str] | None,
+        typer.Option("--with", help="A requirement of the package's tests besides pytest, as for pip. Repeatable."),
     ] = None,
     statement: Annotated[
-        Path | None, typer.Option(help="A file with the issue's text, instead of what the change log says.")
+        Path | None, typer.Option(help="A file with the text of the issue, instead of the change log.")
     ] = None,
-    shipped: Annotated[bool, typer.Option("--shipped", help="Make the tasks that agentkit knows to work.")] = False,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Make the tasks that ship with agentkit.")] = False,
 ) -> None:
-    """Make a SWE task of two consecutive releases, and its image. The release's own code runs in sandboxes only."""
+    """Make a SWE task and its image from two consecutive releases. Their code runs only in sandboxes."""
     import asyncio
 
-    from agentkit.envs.swebench.releases.build import Pair, build
-    from agentkit.envs.swebench.releases.shipped import SHIPPED
+    from agentkit.envs.swebench.releases.build_task import Pair, build
+    from agentkit.envs.swebench.releases.release_list import SHIPPED
 
     if shipped == (package is not None):
-        raise ConfigError("name a package and two of its versions, or give --shipped")
+        raise ConfigError("give a package and two of its versions, or --shipped")
     if package is None:
         pairs = SHIPPED
     elif old is None or new is None:
-        raise ConfigError(f"which versions of {package}? agentkit data swe-from-releases {package} OLD NEW")
+        raise ConfigError(f"{package}: two versions are needed; agentkit data swe-from-releases {package} OLD NEW")
     else:
         text = None if statement is None else statement.read_text(encoding="utf-8")
         known = next((pair for pair in SHIPPED if (pair.package, pair.old, pair.new) == (package, old, new)), None)

@@ -1,7 +1,7 @@
-"""``agentkit doctor``: what works on this machine, and what to do about what does not.
+"""``agentkit doctor``: check this machine.
 
-Invariant: it looks without loading (versions come from package metadata), everything that it starts has a time limit,
-and it never fails because what it looks at is broken.
+Invariant: packages are not imported (versions come from their metadata), every started process has a time limit, and a
+broken component is reported, never raised.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Literal
 import typer
 
 Status = Literal["ok", "optional", "problem"]
-"""``optional``: it is not there, and only what needs it does not work."""
+"""``optional``: missing, and only needed for some features."""
 
 _COMMAND_TIMEOUT_S = 15.0
 _TORCH_TIMEOUT_S = 90.0
 _GIB = 2**30
+_TRAIN = "pip install 'agentkit-rl[train]'; only for training and for running models here"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where nothing is to be done."""
+    """One line of the report. ``remedy`` is empty if there is nothing to do."""
 
     name: str
     status: Status
@@ -38,14 +39,14 @@ class Finding:
 
 
 def doctor() -> None:
-    """Report what works on this machine, with a remedy for what does not."""
+    """Check this machine, and show a remedy for each problem."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from agentkit.cli.heartbeat import watched
 
-    marks = {"ok": "[green]ok", "optional": "[yellow]not here", "problem": "[red]problem"}
+    marks = {"ok": "[green]ok", "optional": "[yellow]missing", "problem": "[red]problem"}
     table = Table(box=None, header_style="bold", show_header=False, padding=(0, 2, 0, 0))
     with watched("examining this machine"):
         findings = list(examine())
@@ -58,18 +59,18 @@ def doctor() -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order of the report."""
+    """Yield all findings, in the order of the report."""
     gpus = _gpus()
     checks: Sequence[Callable[[], Finding]] = (
         python,
         lambda: package("agentkit", "agentkit-rl", "problem", "pip install agentkit-rl"),
         lambda: torch(gpus),
-        lambda: package("transformers", "transformers", "problem", "pip install 'transformers>=4.56'"),
+        lambda: package("transformers", "transformers", "optional", _TRAIN),
         lambda: gpu(gpus),
         docker,
         local_sandboxes,
         lambda: package("LoRA", "peft", "optional", "pip install 'agentkit-rl[lora]'"),
-        lambda: package("vLLM", "vllm", "optional", "pip install 'agentkit-rl[vllm]', in an environment of its own"),
+        lambda: package("vLLM", "vllm", "optional", "pip install 'agentkit-rl[vllm]', in a separate environment"),
         lambda: package("Ray", "ray", "optional", "pip install ray; only for more than one machine"),
         lambda: package("DeepSpeed", "deepspeed", "optional", "pip install deepspeed; only for models beyond one GPU"),
         lambda: package("TensorBoard", "tensorboard", "optional", "pip install 'agentkit-rl[tensorboard]'"),
@@ -87,7 +88,7 @@ def python() -> Finding:
 
 
 def package(name: str, distribution: str, status: Status, remedy: str) -> Finding:
-    """Whether a distribution is installed, by its metadata alone."""
+    """Check by metadata whether a distribution is installed."""
     try:
         return Finding(name, "ok", importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
@@ -95,14 +96,14 @@ def package(name: str, distribution: str, status: Status, remedy: str) -> Findin
 
 
 def torch(gpus: list[str]) -> Finding:
-    """Torch, and whether it can use the GPUs that are there; it is loaded in another process, if at all."""
-    found = package("torch", "torch", "problem", "pip install torch")
+    """Check torch, and whether it can use the GPUs. It is imported only in another process."""
+    found = package("torch", "torch", "optional", _TRAIN)
     if found.status != "ok" or not gpus:
         return found
     script = "import torch; print(torch.version.cuda, torch.cuda.device_count())"
     output, error = _output([sys.executable, "-c", script], _TORCH_TIMEOUT_S)
     if error:
-        return Finding("torch", "problem", f"{found.detail} does not load: {error}", "install torch again")
+        return Finding("torch", "problem", f"{found.detail} cannot be imported: {error}", "install torch again")
     if output.endswith(" 0"):
         remedy = "install the build for your CUDA: https://pytorch.org/get-started/locally"
         return Finding("torch", "problem", f"{found.detail} does not see the GPU", remedy)
@@ -116,7 +117,7 @@ def gpu(gpus: list[str]) -> Finding:
 
 
 def docker() -> Finding:
-    """The client, the daemon, and the right to talk to it."""
+    """Check the Docker client, the daemon, and the permission to use it."""
     if shutil.which("docker") is None:
         return Finding(
             "Docker", "optional", "not installed", "https://docs.docker.com/engine/install; only for sandboxes"
@@ -133,16 +134,16 @@ def docker() -> Finding:
 
 
 def local_sandboxes() -> Finding:
-    """What sandboxes without Docker run behind, by trial."""
-    from agentkit.sandboxes.backends.local_cages import Bubblewrap, Namespaces
+    """Check which isolation local sandboxes can use, by starting it."""
+    from agentkit.sandboxes.backends.local.isolation import Bubblewrap, Namespaces
 
     name = "local sandboxes"
     problem = Bubblewrap().problem()
     if not problem:
-        return Finding(name, "ok", "behind bubblewrap")
+        return Finding(name, "ok", "with bubblewrap")
     if not Namespaces().problem():
-        return Finding(name, "ok", "behind name spaces", f"with bubblewrap they would start faster: {problem}")
-    remedy = "apt-get install bubblewrap, and let users make name spaces (sysctl user.max_user_namespaces)"
+        return Finding(name, "ok", "with namespaces", f"bubblewrap would start them faster: {problem}")
+    remedy = "apt-get install bubblewrap, and allow user namespaces (sysctl user.max_user_namespaces)"
     return Finding(name, "optional", problem, remedy)
 
 
@@ -161,20 +162,20 @@ def memory() -> Finding:
         total, available = limit, min(available, limit)
     detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB available"
     if available < 2 * _GIB:
-        return Finding("memory", "problem", detail, "close something: the smallest run needs about 2 GiB")
+        return Finding("memory", "problem", detail, "free some memory: the smallest run needs about 2 GiB")
     return Finding("memory", "ok", detail)
 
 
 def disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    detail = f"{free / _GIB:.1f} GiB free here"
+    detail = f"{free / _GIB:.1f} GiB free"
     if free < 2 * _GIB:
-        return Finding("disk", "problem", detail, "make room, or put runs elsewhere by `dir=…`")
+        return Finding("disk", "problem", detail, "free some space, or put runs elsewhere with `dir=…`")
     return Finding("disk", "ok", detail)
 
 
 def _cgroup_memory_limit() -> int | None:
-    """Bytes that the container may use (cgroup v2); None without a limit."""
+    """Return the memory limit of the container in bytes (cgroup v2); None without a limit."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -191,7 +192,7 @@ def _gpus() -> list[str]:
 
 
 def _output(command: list[str], timeout: float) -> tuple[str, str]:
-    """Standard output, and why there is none: both stripped, the latter empty on success."""
+    """Run a command; return its standard output and, if it failed, the error. Both are stripped."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """`agentkit env`: list, info, check, play, new.
 
-Invariant: listing imports no environment; what the other commands print about one comes from its class alone.
+Invariant: listing imports no environment; the other commands describe an environment from its class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentkit import registry, scaffold
 from agentkit.cli.heartbeat import watched
 from agentkit.errors import ConfigError
 
-app = typer.Typer(help="Environments: list, inspect, check, play, and write a new one.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, check, play and create environments.", no_args_is_help=True)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="Registered name, such as FrozenLake-v1.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.")]
@@ -33,7 +33,7 @@ def arguments_of(pairs: list[str] | None) -> dict[str, Any]:
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier():
-            raise ConfigError(f"{pair!r} is not of the form key=value, as in size=8")
+            raise ConfigError(f"{pair!r} is not of the form key=value, such as size=8")
         try:
             arguments[key] = yaml.safe_load(value)
         except yaml.YAMLError as problem:
@@ -43,10 +43,10 @@ def arguments_of(pairs: list[str] | None) -> dict[str, Any]:
 
 @app.command("list")
 def list_environments(
-    load: Annotated[bool, typer.Option("--load", help="Also import each one, to see whether it really loads.")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Also import each environment, to check that it loads.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show every registered environment, where it comes from, and what is wrong with it."""
+    """Show all registered environments, their origin, and their errors."""
     rows = []
     for entry in registry.list_envs():
         if load:
@@ -68,17 +68,17 @@ def list_environments(
 
 @app.command()
 def info(id: Id) -> None:
-    """Show what an environment is, what it takes and what it declares."""
+    """Show description, arguments and declarations of an environment."""
     entry = registry.entry(id)
     cls: Any = entry.load().entry_point
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"{id}  ({entry.target}, {entry.distribution or 'registered in this process'})\n")
     console.print(f"{inspect.getdoc(cls) or ''}\n")
-    console.print("Rules, as the model is told them:")
+    console.print("Instructions shown to the model:")
     console.print("\n".join(f"  {line}" for line in cls.instructions_for(**entry.spec.kwargs).splitlines()) + "\n")
     facts = {
         "turns": cls.max_turns,
-        "actions a turn": cls.actions_per_turn,
+        "actions per turn": cls.actions_per_turn,
         "runs": "async" if inspect.iscoroutinefunction(cls.step) else cls.concurrency,
         "deterministic": "yes" if cls.deterministic else "no",
         "expert": "yes" if cls.has_expert() else "no",
@@ -89,16 +89,16 @@ def info(id: Id) -> None:
         ),
     }
     for name, value in facts.items():
-        console.print(f"{name:<15}{value}")
+        console.print(f"{name:<18}{value}")
 
 
 @app.command()
 def check(
     id: Id,
     arguments: Arguments = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one check may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for each check.")] = 120.0,
 ) -> None:
-    """Examine an environment: gymnasium's checker, determinism, randomness, types, expert, closing."""
+    """Check an environment: gymnasium's checker, determinism, randomness, types, expert, closing."""
     from agentkit.envs.check import check as examine
 
     with watched(f"checking {id}"):
@@ -122,20 +122,22 @@ def play(
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 1,
     expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Let a random agent play.")] = False,
-    delay: Annotated[float, typer.Option(min=0.0, help="Seconds between two actions of an automatic player.")] = 0.0,
-    web: Annotated[bool, typer.Option("--web", help="Play in a browser, if the environment has pages.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --web, on this machine; 0 takes a free one.")] = 0,
+    delay: Annotated[float, typer.Option(min=0.0, help="Seconds between actions of an automatic player.")] = 0.0,
+    web: Annotated[bool, typer.Option("--web", help="Play in a browser, if the environment has web pages.")] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for --web, on this machine; 0 chooses a free one.")
+    ] = 0,
 ) -> None:
     """Play an environment, in the terminal or in a browser."""
     from agentkit.cli import env_play, env_web
 
     if web:
         if expert or random:
-            raise ConfigError("--web is for people; --expert and --random play in the terminal")
+            raise ConfigError("--web is for human players; --expert and --random play in the terminal")
         env_web.serve(id, arguments_of(arguments), seed=seed, port=port, ready=_tell_address)
         return
     if expert and random:
-        raise ConfigError("--expert and --random contradict; choose one, or none to play yourself")
+        raise ConfigError("--expert and --random contradict; choose one, or none to play by hand")
     player = "expert" if expert else "random" if random else "human"
     env_play.play(id, arguments_of(arguments), player=player, seed=seed, episodes=episodes, delay=delay)
 
@@ -147,9 +149,9 @@ def _tell_address(address: str) -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="Name of the package, such as my-env.")],
-    into: Annotated[Path, typer.Option(help="Folder in which the package's own folder is made.")] = Path(),
+    into: Annotated[Path, typer.Option(help="Parent folder of the package.")] = Path(),
 ) -> None:
-    """Write a complete plugin package: environment, entry point, test, README, training configuration."""
+    """Create a complete plugin package: environment, entry point, tests, README, training configuration."""
     written = scaffold.write_package(name, into)
     typer.echo(f"wrote {written.directory}")
     typer.echo(f"next:  pip install -e {written.directory} && agentkit env check {written.env_id}")

@@ -1,7 +1,7 @@
-"""Plays episodes in a terminal: by hand, by the expert, or at random.
+"""Play episodes in a terminal: by hand, with the expert, or at random.
 
-Invariant: an episode ends where a model's would (the environment's end, or its turns times the actions of a turn), and
-the environment is closed whatever happens.
+Invariant: an episode has the same limit as for a model (turns times actions per turn), and the environment is always
+closed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import typer
 
 from agentkit import registry
-from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import TextEnv, expert_actions
+from agentkit.envs.sync import SyncTextEnv
 from agentkit.errors import ConfigError
 from agentkit.text import printable
 
@@ -24,9 +24,9 @@ Choose = Callable[[dict[str, Any]], str | None]
 
 
 def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episodes: int, delay: float) -> None:
-    """Play ``episodes`` episodes and print them. Raises ``ConfigError`` if the expert is to play and there is none."""
+    """Play ``episodes`` episodes and print them. Raises ``ConfigError`` if an expert is requested and missing."""
     made = registry.make(id, **arguments)
-    env: TextEnv = made if isinstance(made, TextEnv) else Blocking(made)
+    env: TextEnv = made if isinstance(made, TextEnv) else SyncTextEnv(made)
     if player == "expert" and not type(made).has_expert():
         raise ConfigError(f"{id} has no expert; play with --random or by hand")
     solved = 0
@@ -44,7 +44,7 @@ def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episo
 
 
 def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | None:
-    """Play one episode; None if the person stopped playing."""
+    """Play one episode, and return its success; None if the human player stopped."""
     observation, info = env.reset(seed=seed)
     typer.echo(printable(f"seed {seed}\n{observation}"))
     choose = _chooser(env, player, seed)
@@ -52,7 +52,7 @@ def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | No
     for step in range(1, limit + 1):
         action = choose(info)
         if action is None:
-            typer.echo("stopped" if player == "human" else "the expert sees no way")
+            typer.echo("stopped" if player == "human" else "the expert found no solution")
             return None if player == "human" else False
         observation, reward, terminated, truncated, info = env.step(action)
         total += reward
@@ -84,7 +84,7 @@ def _chooser(env: TextEnv, player: Player, seed: int) -> Choose:
 
 
 def _ask(info: dict[str, Any]) -> str | None:
-    """Read an action from the terminal; the beginning of an admissible one is enough. None at the end of input."""
+    """Read an action from the terminal; the prefix of an admissible action is enough. None at the end of input."""
     known = info.get("admissible_actions") or []
     hint = f" [{printable('/'.join(known))}]" if 0 < len(known) <= 8 else ""
     try:

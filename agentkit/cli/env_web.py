@@ -1,10 +1,10 @@
-"""Plays an environment in a browser: for environments whose pages a person can read.
+"""Play an environment with web pages in a browser.
 
-Invariant: it listens on this machine alone, and obeys no page but its own; one action at a time reaches the
-environment. Every action is answered by a redirect to the page that it led to, so that reloading repeats nothing.
+Invariant: the server listens on this machine only, and accepts requests only from its own pages; actions are executed
+one at a time. Each action is answered with a redirect, so reloading a page does not repeat it.
 
-An environment takes part by two methods: ``page() -> str``, its present page as HTML, and ``action_of(fields) -> str``,
-the action that a form of that page stands for.
+Such an environment has two methods: ``page() -> str`` returns the current page as HTML, and
+``action_of(fields) -> str`` returns the action for the fields of a submitted form.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from agentkit import registry
 from agentkit.errors import ConfigError
 
 _LIMIT = 1 << 16
-"""Bytes of a form."""
+"""Maximum size of a form in bytes."""
 _AGAIN = '<form method="post"><button class="btn" name="next" value="1">Next task</button></form>'
 
 
 class Game:
-    """The episode that is shown; tasks follow one another by their seeds."""
+    """The current episode; the next one has the next seed."""
 
     def __init__(self, env: Any, seed: int) -> None:
         self._env, self._seed, self._over = env, seed, False
@@ -47,8 +47,18 @@ class Game:
 
 
 def serve(id: str, arguments: dict[str, Any], *, seed: int, port: int, ready: Callable[[str], Any]) -> None:
-    """Serve until interrupted; ``ready`` is called with the address. Raises ``ConfigError`` for an environment without
-    pages, or a port that is taken."""
+    """Serve an environment until interrupted.
+
+    Args:
+        id: a registered name.
+        arguments: arguments of the environment.
+        seed: seed of the first episode.
+        port: port on this machine; 0 chooses a free one.
+        ready: called with the address.
+
+    Raises:
+        ConfigError: the environment has no web pages, or the port is in use.
+    """
     env = registry.make(id, **arguments)
     try:
         if not hasattr(env, "page"):
@@ -56,7 +66,7 @@ def serve(id: str, arguments: dict[str, Any], *, seed: int, port: int, ready: Ca
         try:
             server = ThreadingHTTPServer(("127.0.0.1", port), _handler(Game(env, seed)))
         except OSError as error:
-            raise ConfigError(f"cannot listen on port {port}: {error}; give another, or 0") from error
+            raise ConfigError(f"cannot listen on port {port}: {error}; choose another, or 0") from error
         with server:
             ready(f"http://127.0.0.1:{server.server_port}/")
             server.serve_forever()
@@ -93,7 +103,7 @@ def _handler(game: Game) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
 
         def _trusted(self) -> bool:
-            """Whether the request is for this address, and from a page of ours, as far as the browser says."""
+            """Return whether host and origin of the request are this server, according to the browser."""
             host = (self.headers.get("Host") or "").partition(":")[0]
             site = self.headers.get("Sec-Fetch-Site", "none")
             if host in ("127.0.0.1", "localhost") and site in ("none", "same-origin"):

@@ -1,7 +1,7 @@
-"""Signs of life from long work: a line that is rewritten on a terminal, a line every few seconds elsewhere.
+"""Progress output during long work: one line that is updated on a terminal, or a line every few seconds.
 
-Invariant: while a heartbeat runs, at most ``INTERVAL_S`` seconds pass without output. It stops with its block and
-leaves the terminal as it found it.
+Invariant: while a heartbeat runs, there is output at least every ``INTERVAL_S`` seconds. Afterwards the terminal is
+restored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INTERVAL_S = 4.0
 
 
 class Heartbeat:
-    """A thread that calls ``say`` with what is under way whenever nothing was said for ``INTERVAL_S`` seconds."""
+    """A thread that calls ``say`` with the work in progress after ``INTERVAL_S`` seconds without output."""
 
     def __init__(self, say: Callable[[str], None], fallback: str = "working") -> None:
         self.fallback = fallback
-        """Said when no work names itself."""
+        """Text if no work is in progress."""
         self._say = say
         self._spoke = time.monotonic()
         self._stop = threading.Event()
@@ -33,11 +33,11 @@ class Heartbeat:
         self._thread.start()
 
     def spoke(self) -> None:
-        """Something else was said just now."""
+        """Report other output just now."""
         self._spoke = time.monotonic()
 
     def stop(self) -> None:
-        """Idempotent; nothing is said after it returns."""
+        """Stop the thread. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -51,14 +51,14 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def watched(label: str) -> Iterator[None]:
-    """Show on standard error what is under way inside the block; ``label`` names the whole of it."""
+    """Show the work in progress on standard error until the block ends; ``label`` names it."""
     with progress.work(label):
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
             from rich.text import Text
 
-            # Standard output may be a file: it is not rich's to redirect.
+            # Standard output may be a file; rich must not redirect it.
             with Live(
                 get_renderable=lambda: Text(printable(progress.describe()), overflow="ellipsis", no_wrap=True),
                 console=Console(stderr=True),

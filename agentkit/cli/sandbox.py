@@ -1,8 +1,7 @@
-"""`agentkit sandbox`: create, list, statistics, logs, exec, rm, gc, build, serve.
+"""`agentkit sandbox`: create, list, run commands in, remove and serve sandboxes, and build their images.
 
-Invariant: nothing is removed but what nobody owns any more, unless it is asked for by name; what runs a command gives
-its output and its exit status on as they are. A terminal never interprets what a sandbox wrote: there, control
-characters are shown as escapes.
+Invariant: without an explicit id, owner or ``--all``, only sandboxes without a living owner are removed. ``exec``
+passes on the output and the exit status of the command. Output to a terminal has its control characters escaped.
 """
 
 from __future__ import annotations
@@ -37,40 +36,41 @@ from agentkit.text import printable
 
 if TYPE_CHECKING:
     from agentkit.sandboxes.backend import Backend, Process
-    from agentkit.sandboxes.sweep import Owned, Report
+    from agentkit.sandboxes.reaper.sweep import Owned, Report
     from agentkit.sandboxes.types import Stats
 
 T = TypeVar("T")
 
-app = typer.Typer(help="Sandboxes: see, enter and clear away; build their images; serve them.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, use, remove and serve sandboxes, and build their images.", no_args_is_help=True)
 
 HERE = ("docker", "local")
-"""Back ends whose sandboxes lie on this machine; a remote one clears away by itself."""
+"""Back ends of this machine; remote servers clean up themselves."""
 _USER = "agentkit.user."
 _STATS_SECONDS = 10.0
 TIMED_OUT = 124
-"""Exit status of a command that ran out of time: that of timeout(1)."""
+"""Exit status of a command that exceeded its timeout, as in timeout(1)."""
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="Name of the sandbox, as `ls` shows it.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the sandbox, from `ls`.")]
 BackendName = Annotated[
-    str | None, typer.Option("--backend", help="docker, local, remote, …; all of this machine by default.")
+    str | None, typer.Option("--backend", help="docker, local or remote; default: docker and local.")
 ]
 
 
 @app.command()
 def create(
-    image: Annotated[str | None, typer.Option(help="Container image; agentkit/base by default.")] = None,
-    ttl: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which it is removed (3600).")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image (agentkit/base).")] = None,
+    ttl: Annotated[float | None, typer.Option(min=0.001, help="Seconds until it is removed (3600).")] = None,
     cpus: Annotated[float | None, typer.Option(help="Processors (1).")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory, such as 2g (1g).")] = None,
     network: Annotated[str | None, typer.Option(help="none or bridge (none).")] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable; may be repeated.")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label; may be repeated.")] = None,
-    spec: Annotated[Path | None, typer.Option(help="YAML with fields of SandboxSpec; options go before it.")] = None,
-    backend: Annotated[str, typer.Option(help="docker, local, remote, …")] = "docker",
+    spec: Annotated[Path | None, typer.Option(help="YAML file of a SandboxSpec; options override it.")] = None,
+    backend: Annotated[str, typer.Option(help="docker, local or remote.")] = "docker",
 ) -> None:
-    """Make a sandbox and print its id. It stays until it is removed or its time to live ends."""
-    from agentkit.sandboxes import backends, keeper
+    """Create a sandbox and print its id. It runs until it is removed or its time to live ends."""
+    from agentkit.cli import sandbox_owner
+    from agentkit.sandboxes import backends
 
     fields = _yaml(spec) if spec is not None else {}
     resources = {"cpus": cpus, "memory": memory}
@@ -85,13 +85,13 @@ def create(
             known = fields.get(name) or {}
             fields[name] = {**known, **more} if isinstance(known, dict) else known
     made = _checked("SandboxSpec", fields, spec or "the options")
-    backends.backend(backend)  # Raises for a wrong name or setting.
-    typer.echo(keeper.start(made, backend))
+    backends.backend(backend)  # raises ConfigError before a process is started
+    typer.echo(sandbox_owner.start(made, backend))
 
 
 @app.command("rm")
 def remove(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Names of sandboxes, as `ls` shows them.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of sandboxes, from `ls`.")],
     backend: BackendName = None,
 ) -> None:
     """Remove sandboxes of any owner."""
@@ -104,11 +104,11 @@ def remove(
 
 @app.command()
 def stats(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Only these; all by default.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids of sandboxes; default: all.")] = None,
     backend: BackendName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what sandboxes use: memory, processor time, processes, disk."""
+    """Show the memory, processor time, processes and disk space that sandboxes use."""
     rows = run(_stats(ids or [], backend))
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -129,7 +129,7 @@ def list_sandboxes(
     backend: BackendName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the sandboxes that there are, whoever made them."""
+    """List the sandboxes of all owners."""
     rows = run(_rows(backend))
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -145,10 +145,10 @@ def list_sandboxes(
 @app.command()
 def logs(
     id: Id,
-    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines.")] = 100,
+    tail: Annotated[int, typer.Option(min=1, help="Number of lines.")] = 100,
     backend: BackendName = None,
 ) -> None:
-    """Print what a sandbox's main process wrote (commands' output goes to whoever ran them)."""
+    """Print the last output of a sandbox's main process. Output of commands is not included."""
 
     async def main() -> bytes:
         async with _home_of(id, backend) as home:
@@ -161,29 +161,31 @@ def logs(
 def execute(
     id: Id,
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="Program and arguments.")],
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until its whole tree is killed.")] = 3600.0,
-    cwd: Annotated[str | None, typer.Option(help="Directory; the sandbox's working directory by default.")] = None,
-    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it standard input.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds until the command and its children are killed.")
+    ] = 3600.0,
+    cwd: Annotated[str | None, typer.Option(help="Working directory; default: that of the sandbox.")] = None,
+    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Pass on standard input.")] = False,
     backend: BackendName = None,
 ) -> None:
-    """Run a command in a sandbox that runs, and end with its exit status. A `--` before the command is optional."""
+    """Run a command in a sandbox and exit with its status. A `--` before the command is optional."""
     if command[0] == "--":
         command = command[1:]
     if not command:
-        raise ConfigError("there is no command: agentkit sandbox exec ID COMMAND...")
+        raise ConfigError("the command is missing: agentkit sandbox exec ID COMMAND...")
     raise typer.Exit(run(_execute(id, command, timeout, cwd, stdin, backend)))
 
 
 @app.command()
 def gc(
-    everything: Annotated[bool, typer.Option("--all", help="Also those of owners that still run.")] = False,
-    owner: Annotated[str | None, typer.Option(help="All of this owner: its process number, or its lease.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also sandboxes of running owners.")] = False,
+    owner: Annotated[str | None, typer.Option(help="All sandboxes of this owner: a process id or a run.")] = None,
     backend: BackendName = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove the sandboxes whose owners have ended, or whose time has; with --all or --owner, others too."""
+    """Remove sandboxes whose owner or time to live has ended; with --all or --owner, others too."""
     if everything and owner:
-        raise ConfigError("--all and --owner contradict: choose one")
+        raise ConfigError("--all and --owner exclude each other; choose one")
     report = run(_gc(everything, owner, backend, yes))
     for id, reason in sorted(report.removed.items()):
         typer.echo(f"removed {id}: {reason}")
@@ -196,41 +198,40 @@ def gc(
 
 @app.command()
 def build(
-    base: Annotated[str | None, typer.Option(help="Image to build on; see docs/sandboxes.md.")] = None,
-    only_base: Annotated[bool, typer.Option("--only-base", help="Not the image for environments.")] = False,
+    base: Annotated[str | None, typer.Option(help="Image to build on (python:3.11-slim).")] = None,
+    only_base: Annotated[bool, typer.Option("--only-base", help="Build agentkit/base only.")] = False,
     package: Annotated[
-        list[str] | None, typer.Option(help="An installed distribution to add, with what it requires; may be repeated.")
+        list[str] | None, typer.Option(help="Installed distribution to add, with its requirements; may be repeated.")
     ] = None,
 ) -> None:
-    """Build the images: agentkit/base for commands, agentkit/env for environments."""
+    """Build the images agentkit/base (for commands) and agentkit/env (for environments)."""
     from agentkit.cli.heartbeat import watched
-    from agentkit.sandboxes import images
+    from agentkit.envs.isolation.image import ENV_IMAGE, build_env_image
+    from agentkit.sandboxes.images.build import DEFAULT_IMAGE, build_base
 
-    with watched(f"building {images.DEFAULT_IMAGE}"):
-        built = images.build_base(base)
-    typer.echo(f"{images.DEFAULT_IMAGE}  {built}")
+    with watched(f"building {DEFAULT_IMAGE}"):
+        built = build_base(base)
+    typer.echo(f"{DEFAULT_IMAGE}  {built}")
     if not only_base:
-        with watched(f"building {images.ENV_IMAGE}"):
-            built = images.build_environments(packages=package or ())
-        typer.echo(f"{images.ENV_IMAGE}  {built}")
+        with watched(f"building {ENV_IMAGE}"):
+            built = build_env_image(packages=package or ())
+        typer.echo(f"{ENV_IMAGE}  {built}")
 
 
 @app.command()
 def serve(
-    backend: Annotated[str, typer.Option(help="Where the sandboxes are made: docker or local.")] = "docker",
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8765,
+    backend: Annotated[str, typer.Option(help="Back end of the sandboxes: docker or local.")] = "docker",
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback needs TLS.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8765,
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the token; else the environment, else one is made.")
+        Path | None, typer.Option(help="File with the token; default: the environment, or a created one.")
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
-    policy: Annotated[
-        Path | None, typer.Option(help="YAML with `policy` (what clients may ask for) and `limits`.")
-    ] = None,
+    key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="YAML file with `policy` and `quota`.")] = None,
 ) -> None:
-    """Give sandboxes to other machines over HTTP, until SIGINT or SIGTERM."""
-    from agentkit.sandboxes.server import serve as serve_sandboxes
+    """Serve sandboxes to other machines over HTTP until SIGINT or SIGTERM."""
+    from agentkit.sandboxes.server.app import serve as serve_sandboxes
 
     rules = _policy(policy)
     serve_sandboxes(
@@ -246,7 +247,7 @@ def serve(
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end; SIGTERM ends it like Ctrl-C, with its clean-up."""
+    """Run ``work`` to its end; SIGTERM cancels it, like Ctrl-C."""
 
     async def main() -> T:
         task = asyncio.ensure_future(work)
@@ -261,7 +262,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.asynccontextmanager
 async def _backends(name: str | None) -> AsyncIterator[list[Backend]]:
-    """The back end of this name (which must answer), or those of this machine that do."""
+    """Yield the back end with this name, which must answer, or those of this machine that answer."""
     from agentkit.sandboxes import backends
 
     found: list[Backend] = []
@@ -281,18 +282,21 @@ async def _backends(name: str | None) -> AsyncIterator[list[Backend]]:
 
 @contextlib.asynccontextmanager
 async def _home_of(id: str, name: str | None, *, running: bool = False) -> AsyncIterator[Backend]:
-    """The back end that has sandbox ``id``. Raises ``SandboxLost`` if none does, or, with ``running``, if it has ended;
-    ``InvalidTransition`` if it is paused then."""
+    """Yield the back end of sandbox ``id``.
+
+    Raises ``SandboxLost`` if there is none. With ``running``, also raises it if the sandbox has ended, and
+    ``InvalidTransition`` if it is paused.
+    """
     async with _backends(name) as backends:
         home = await _find(id, backends)
         if running and (state := (await home.inspect(id)).state) != "running":
             kind = InvalidTransition if state == "paused" else SandboxLost
-            raise kind(f"sandbox {id} is {state}: it takes no commands")
+            raise kind(f"sandbox {id} is {state} and cannot run commands")
         yield home
 
 
 async def _find(id: str, backends: list[Backend]) -> Backend:
-    """The back end that has sandbox ``id``. Raises ``SandboxLost``, ``EngineUnavailable``."""
+    """Return the back end of sandbox ``id``. Raises ``SandboxLost``, ``EngineUnavailable``."""
     from agentkit.sandboxes import paths
 
     problem: AgentkitError | None = None
@@ -302,12 +306,12 @@ async def _find(id: str, backends: list[Backend]) -> Backend:
                 return backend
         except EngineUnavailable as error:
             problem = error
-    raise problem or SandboxLost(f"there is no sandbox {id} here; `agentkit sandbox ls` shows those that there are")
+    raise problem or SandboxLost(f"there is no sandbox {id} on this machine; list them with `agentkit sandbox ls`")
 
 
 async def _remove(ids: list[str], name: str | None) -> list[str]:
-    """Remove them; returns what went wrong."""
-    from agentkit.sandboxes.sweep import remove_all
+    """Remove sandboxes; return the problems."""
+    from agentkit.sandboxes.reaper.sweep import remove_all
 
     problems: list[str] = []
     async with _backends(name) as backends:
@@ -317,7 +321,7 @@ async def _remove(ids: list[str], name: str | None) -> list[str]:
             except AgentkitError as error:
                 problems.append(str(error))
                 continue
-            report = await remove_all(home, {id: "asked for"})
+            report = await remove_all(home, {id: "requested"})
             problems += [f"{id}: {problem}" for problem in report.failed.values()]
             for removed in report.removed:
                 typer.echo(removed)
@@ -325,7 +329,7 @@ async def _remove(ids: list[str], name: str | None) -> list[str]:
 
 
 async def _stats(ids: list[str], name: str | None) -> list[dict[str, Any]]:
-    from agentkit.sandboxes.sweep import owned
+    from agentkit.sandboxes.reaper.sweep import owned
 
     async with _backends(name) as backends:
         if ids:
@@ -336,7 +340,7 @@ async def _stats(ids: list[str], name: str | None) -> list[dict[str, Any]]:
 
 
 async def _row_of_stats(backend: Backend, id: str) -> dict[str, Any]:
-    """What one sandbox uses; nothing where it does not run, or does not answer."""
+    """Return the resources of one sandbox; None for each if it does not run or does not answer."""
     from agentkit.sandboxes.types import Stats
 
     used = Stats(None, None, None, None, None)
@@ -352,20 +356,20 @@ async def _row_of_stats(backend: Backend, id: str) -> dict[str, Any]:
 async def _ask_for_stats(backend: Backend, id: str) -> Stats:
     from agentkit.sandboxes import Sandbox
 
-    async with await Sandbox.connect(id, backend=backend) as box:
+    async with Sandbox.connect(id, backend=backend) as box:
         return await box.stats()
 
 
 async def _rows(name: str | None) -> list[dict[str, Any]]:
-    from agentkit.sandboxes import lease, records
-    from agentkit.sandboxes.sweep import owned
+    from agentkit.sandboxes.reaper import heartbeat, records
+    from agentkit.sandboxes.reaper.sweep import owned
 
     rows = []
     async with _backends(name) as backends:
         for backend in backends:
             for each in await owned(backend):
                 record = records.read(each.id)
-                left = None if record is None or record.deadline is None else record.deadline - lease.now()
+                left = None if record is None or record.deadline is None else record.deadline - heartbeat.now()
                 labels = each.observed.labels
                 rows.append(
                     {
@@ -373,7 +377,7 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
                         "backend": backend.name,
                         "state": each.observed.state,
                         "owner": _owner(each),
-                        "lease": each.run,
+                        "run": each.run,
                         "age": time.time() - (each.observed.created or time.time()),
                         "time_left": left,
                         "labels": {key[len(_USER) :]: text for key, text in labels.items() if key.startswith(_USER)},
@@ -406,11 +410,11 @@ async def _execute(id: str, command: list[str], timeout: float, cwd: str | None,
 
 
 async def _feed(process: Process, stdin: bool) -> None:
-    """Give standard input on as it comes."""
+    """Pass on standard input."""
     with contextlib.suppress(BrokenPipeError, SandboxLost):
         if stdin:
             arrived: asyncio.Queue[bytes] = asyncio.Queue(4)
-            # A thread, since a file cannot be waited for; none of the loop's, which would be waited for at the end.
+            # A daemon thread: reading blocks, and the executor of the event loop would be waited for at the end.
             threading.Thread(target=_read_stdin, args=(asyncio.get_running_loop(), arrived), daemon=True).start()
             while data := await arrived.get():
                 await process.write(data)
@@ -418,7 +422,9 @@ async def _feed(process: Process, stdin: bool) -> None:
 
 
 def _read_stdin(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[bytes]) -> None:
-    with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):  # the command has ended, and the loop
+    with contextlib.suppress(
+        RuntimeError, concurrent.futures.CancelledError
+    ):  # the command and the event loop have ended
         data = b"more"
         while data:
             data = os.read(sys.stdin.fileno(), 1 << 16)
@@ -426,7 +432,7 @@ def _read_stdin(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[bytes]) 
 
 
 async def _gc(everything: bool, owner: str | None, name: str | None, yes: bool) -> Report:
-    from agentkit.sandboxes.sweep import Report, owned, remove_all, sweep
+    from agentkit.sandboxes.reaper.sweep import Report, owned, remove_all, sweep
 
     report = Report()
     async with _backends(name) as backends:
@@ -439,7 +445,7 @@ async def _gc(everything: bool, owner: str | None, name: str | None, yes: bool) 
                     for each in chosen:
                         typer.echo(f"{each.id}  {backend.name}  {each.observed.state}  {_owner(each)}")
                     typer.confirm(f"Remove these {len(chosen)}?", abort=True)
-                report.add(await remove_all(backend, {each.id: "asked for" for each in chosen}))
+                report.add(await remove_all(backend, {each.id: "requested" for each in chosen}))
             report.add(await sweep(backend))
     return report
 
@@ -452,37 +458,37 @@ def _owner(each: Owned) -> str:
 
 
 def _policy(path: Path | None) -> dict[str, Any]:
-    """The server's rules from a file. Raises ``ConfigError``."""
+    """Read the policy and the quota of the server from a file. Raises ``ConfigError``."""
     if path is None:
         return {}
     content = _yaml(path)
-    if not content.keys() <= {"policy", "limits"}:
-        raise ConfigError(f"{path} must have the keys policy and limits, and no others")
-    kinds = {"policy": "Policy", "limits": "Limits"}
+    if not content.keys() <= {"policy", "quota"}:
+        raise ConfigError(f"{path} may have the keys policy and quota only")
+    kinds = {"policy": "Policy", "quota": "Quota"}
     return {name: _checked(kinds[name], values, path) for name, values in content.items()}
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    """A mapping from a file. Raises ``ConfigError``."""
+    """Read a mapping from a file. Raises ``ConfigError``."""
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold names and values")
+        raise ConfigError(f"{path} must contain a mapping")
     return content
 
 
 def _checked(kind: str, values: object, origin: object) -> Any:
-    """``values`` as a ``SandboxSpec``, ``Policy`` or ``Limits``. Raises ``ConfigError``."""
+    """Validate ``values`` as a ``SandboxSpec``, ``Policy`` or ``Quota``. Raises ``ConfigError``."""
     from pydantic import ValidationError
 
-    from agentkit.sandboxes.server_policy import Limits, Policy
+    from agentkit.sandboxes.server.policy import Policy, Quota
     from agentkit.sandboxes.spec import SandboxSpec
 
-    kinds = {"SandboxSpec": SandboxSpec, "Policy": Policy, "Limits": Limits}
+    kinds = {"SandboxSpec": SandboxSpec, "Policy": Policy, "Quota": Quota}
     try:
         return kinds[kind].model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
@@ -491,16 +497,16 @@ def _checked(kind: str, values: object, origin: object) -> Any:
 
 
 def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """``NAME=VALUE`` words. Raises ``ConfigError``."""
+    """Parse ``NAME=VALUE`` arguments. Raises ``ConfigError``."""
     pairs = [word.partition("=") for word in words or ()]
     for name, sign, _ in pairs:
         if not name or not sign:
-            raise ConfigError(f"{option} takes NAME=VALUE, not {name!r}")
+            raise ConfigError(f"{option} needs NAME=VALUE, not {name!r}")
     return {name: value for name, _, value in pairs}
 
 
 def _print_table(lines: list[tuple[str, ...]]) -> None:
-    """Print lines below their header in columns. Nothing is cut to the terminal's width: ids are there to be copied."""
+    """Print lines below their header in columns, at full width."""
     cells = [[printable(cell).replace("\n", " ") for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells if len(lines) > 1 else [["no sandboxes"]]:
@@ -508,7 +514,7 @@ def _print_table(lines: list[tuple[str, ...]]) -> None:
 
 
 def _size(count: int | None) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     if count is None:
         return ""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -518,7 +524,7 @@ def _size(count: int | None) -> str:
 
 
 def _span(seconds: float) -> str:
-    """A length of time for people: the largest unit of which there are at least two, else seconds."""
+    """Format a duration in the largest unit of which there are at least two, else in seconds."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -526,7 +532,7 @@ def _span(seconds: float) -> str:
 
 
 def _writer(stream: TextIO) -> Callable[[bytes], None]:
-    """Write a sandbox's output to ``stream``: as it is, or to a terminal with its control characters escaped."""
+    """Return a function that writes output to ``stream``; a terminal gets control characters escaped."""
     if not stream.isatty():
         return lambda data: _write(stream, data)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -534,11 +540,11 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 
 def _write(stream: TextIO, data: bytes) -> None:
-    """Bytes as they are, whatever the stream's encoding."""
+    """Write bytes, independent of the encoding of the stream."""
     stream.flush()
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(stream.fileno(), view) :]
-        except BlockingIOError:  # another program that shares the terminal made it so
+        except BlockingIOError:  # another program made the shared terminal non-blocking
             select.select([], [stream], [])

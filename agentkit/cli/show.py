@@ -1,6 +1,6 @@
-"""``agentkit show``: the episodes of a run, and one of them token by token. Loads no torch.
+"""``agentkit show``: list the episodes of a run, or print one with its tokens. Loads no torch.
 
-Invariant: what an environment or a model wrote is shown as text: no control character and no markup takes effect.
+Invariant: texts of environments and models are printed such that control characters and markup have no effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from agentkit.types import Trajectory, Turn
 
 _LONGEST_REASON = 160
-"""Characters of an error that a list shows; `--episode` shows all of it."""
+"""Maximum number of characters of an error in a list; `--episode` shows it completely."""
 
 
 class Ending(str, Enum):
-    """What became of an episode."""
+    """Use of an episode."""
 
     trained = "trained"
     dropped = "dropped"
@@ -42,7 +42,7 @@ class Outcome(str, Enum):
 
 
 class Order(str, Enum):
-    """What a list is sorted by, as ``agentkit.records.Order``."""
+    """Sort key, as ``agentkit.records.Order``."""
 
     recorded = "recorded"
     reward = "reward"
@@ -52,31 +52,33 @@ class Order(str, Enum):
 
 
 def show(
-    run: Annotated[Path, typer.Argument(help="Run directory, or what `agentkit eval --out` wrote.")],
-    episode: Annotated[int | None, typer.Option(help="Print this episode, whole.", show_default=False)] = None,
-    last: Annotated[int, typer.Option(min=1, help="How many to list: the last ones of the order.")] = 20,
-    ending: Annotated[Ending | None, typer.Option(help="Only those that ended so.", show_default=False)] = None,
-    step: Annotated[int | None, typer.Option(help="Only those of this training step.", show_default=False)] = None,
-    env: Annotated[str | None, typer.Option(help="Only those of this environment.", show_default=False)] = None,
-    outcome: Annotated[Outcome | None, typer.Option(help="Only those with this outcome.", show_default=False)] = None,
+    run: Annotated[Path, typer.Argument(help="Run directory, or a directory written by `agentkit eval --out`.")],
+    episode: Annotated[int | None, typer.Option(help="Print this episode completely.", show_default=False)] = None,
+    last: Annotated[int, typer.Option(min=1, help="Number of episodes to list, from the end of the order.")] = 20,
+    ending: Annotated[Ending | None, typer.Option(help="Only episodes with this use.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(help="Only episodes of this training step.", show_default=False)] = None,
+    env: Annotated[str | None, typer.Option(help="Only episodes of this environment.", show_default=False)] = None,
+    outcome: Annotated[
+        Outcome | None, typer.Option(help="Only episodes with this outcome.", show_default=False)
+    ] = None,
     error: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Only those whose environment failed with an error that contains this.",
+            help="Only episodes whose environment failed with an error that contains this text.",
             show_default=False,
         ),
     ] = None,
     min_reward: Annotated[
-        float | None, typer.Option(help="Only those that earned this or more.", show_default=False)
+        float | None, typer.Option(help="Only episodes with at least this return.", show_default=False)
     ] = None,
     max_reward: Annotated[
-        float | None, typer.Option(help="Only those that earned this or less.", show_default=False)
+        float | None, typer.Option(help="Only episodes with at most this return.", show_default=False)
     ] = None,
-    sort: Annotated[Order, typer.Option(help="Order, smallest first.")] = Order.recorded,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Largest first.")] = False,
+    sort: Annotated[Order, typer.Option(help="Sort key, in ascending order.")] = Order.recorded,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")] = False,
 ) -> None:
-    """List the episodes of a run, or print one with its tokens, log-probabilities, rewards and policy versions."""
+    """List the episodes of a run, or print one with tokens, log-probabilities, rewards and policy versions."""
     from agentkit import records
     from agentkit.run_directory import RunDirectory
 
@@ -101,9 +103,9 @@ def show(
 
 
 def list_lines(rows: list[EpisodeRow]) -> list[str]:
-    """A header and one line an episode."""
+    """Return a header and one line per episode."""
     if not rows:
-        return ["no such episode"]
+        return ["no matching episodes"]
     names = ("id", "step", "group", "member", "seed", "version", "turns", "tokens", "return", "success")
     lines = ["  ".join(f"{name:>7}" for name in names) + "  ended"]
     for row in rows:
@@ -115,21 +117,24 @@ def list_lines(rows: list[EpisodeRow]) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """One line of at most ``_LONGEST_REASON`` characters."""
+    """Return one line of at most ``_LONGEST_REASON`` characters."""
     line = " ".join(text.split())
     return printable(line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…")
 
 
 def episode_lines(row: EpisodeRow, trajectory: Trajectory, text_of: Callable[[list[int]], str] | None) -> list[str]:
-    """An episode as text: its facts, then turn by turn what was seen, said and earned.
+    """Return an episode as text: a summary, then observation, answer and reward of each turn.
 
-    ``text_of`` decodes token ids, special ones included; None where the tokenizer is not known.
+    Args:
+        row: summary of the episode.
+        trajectory: the episode.
+        text_of: decodes token ids, including special tokens; None if the tokenizer is unknown.
     """
     ended = " ".join(filter(None, (row.ending, row.ending_reason, "·", trajectory.outcome, trajectory.reason)))
     lines = [
         f"episode {row.id}: {trajectory.env_id}, seed {trajectory.seed}, group {trajectory.group_id}, "
         f"member {trajectory.member}, attempt {trajectory.attempt + 1}",
-        f"step {row.step}, began under version {trajectory.version_started}, {printable(ended)}",
+        f"step {row.step}, started with version {trajectory.version_started}, {printable(ended)}",
         f"return {trajectory.reward:.4f}, {'solved' if trajectory.success else 'not solved'}, "
         f"{len(trajectory.turns)} turns, {trajectory.num_tokens} tokens ({trajectory.num_action_tokens} of actions), "
         f"{trajectory.duration_s:.2f} s",
@@ -149,7 +154,7 @@ def episode_lines(row: EpisodeRow, trajectory: Trajectory, text_of: Callable[[li
 
 
 def _system_lines(trajectory: Trajectory, text_of: Callable[[list[int]], str] | None) -> list[str]:
-    """The system message; of records without one, what the first prompt shows before the first observation."""
+    """Return the system message. For old records, which have none, return the start of the first prompt."""
     if trajectory.system:
         return ["", "system message:", *_quoted(trajectory.system)]
     if not trajectory.turns or text_of is None or not len(trajectory.turns[0].prompt_ids):
@@ -157,7 +162,7 @@ def _system_lines(trajectory: Trajectory, text_of: Callable[[list[int]], str] | 
     first = trajectory.turns[0]
     prompt = text_of(first.prompt_ids.tolist())
     before = prompt.rpartition(first.observation)[0] if first.observation in prompt else prompt
-    return ["", "start of the prompt (the system message, as the chat template writes it):", *_quoted(before)]
+    return ["", "start of the prompt (the system message, rendered with the chat template):", *_quoted(before)]
 
 
 def _turn_lines(number: int, turn: Turn, text_of: Callable[[list[int]], str] | None) -> list[str]:
@@ -184,12 +189,17 @@ def _quoted(text: str) -> list[str]:
 
 
 def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
-    """Decodes token ids by the tokenizer that was saved beside the records; None before one was."""
+    """Return a function that decodes token ids with the run's saved tokenizer.
+
+    None if there is no tokenizer yet, or the package ``tokenizers`` (extra ``train``) is not installed.
+    """
     patterns = ("tokenizer/tokenizer.json", "model/tokenizer.json", "checkpoints/*/model/tokenizer.json")
     files = [file for pattern in patterns for file in directory.path.glob(pattern)]
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
     if not files:
         return None
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(files[0]))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

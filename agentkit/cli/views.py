@@ -1,8 +1,8 @@
-"""What a run looks like while it runs: a live view on a terminal, plain lines everywhere else.
+"""Views of a run: a live view on a terminal, plain lines elsewhere.
 
-Invariant: a view only shows; nothing waits for it, and it leaves the terminal as it found it. Texts of models,
-environments and settings are shown as they are: no markup and no control character in them takes effect. Something is
-shown at least every ``heartbeat.INTERVAL_S`` seconds.
+Invariant: a view only displays; the run does not wait for it, and it restores the terminal. Markup and control
+characters in texts of models, environments and settings have no effect. There is output at least every
+``heartbeat.INTERVAL_S`` seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,39 +20,19 @@ from rich.text import Text
 from agentkit import progress
 from agentkit.cli.heartbeat import Heartbeat
 from agentkit.config import RunConfig
-from agentkit.progress import duration
+from agentkit.progress import View, duration
 from agentkit.text import printable
 
 Metrics = Mapping[str, float]
 
 
-class View(Protocol):
-    """Whoever watches a run. ``start`` and ``stop`` belong to who made the view, the rest is called by the run."""
-
-    def start(self, total_steps: int, config: RunConfig) -> None: ...
-
-    def stage(self, name: str) -> None:
-        """A new part of the run begins: ``starting``, ``imitation``, ``training``, ``evaluation``."""
-        ...
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        """Training step number ``step`` (from 1) has ended."""
-        ...
-
-    def message(self, text: str) -> None: ...
-
-    def stop(self) -> None:
-        """Idempotent."""
-        ...
-
-
 def make_view() -> View:
-    """A live view when standard output is a terminal, else plain lines."""
+    """Return a live view if standard output is a terminal, else plain lines."""
     return LiveView() if sys.stdout.isatty() else PlainView()
 
 
 class Progression:
-    """How far a run is: the number of steps, and from their times the seconds that are left."""
+    """Number of finished steps, and an estimate of the remaining time."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -62,12 +41,12 @@ class Progression:
         self._last = 0.0
 
     def reached(self, step: int, now: float) -> None:
-        # The first step seen gives the origin: a resumed run does not start at 0, and imitation is no step.
+        # Count from the first step seen: a resumed run does not start at 0, and imitation has no steps.
         self.done, self._last = step, now
         self._first = self._first or (step, now)
 
     def seconds_left(self) -> float | None:
-        """None until two steps are known."""
+        """Return the estimated seconds until the end; None before the second step."""
         if self._first is None or self.done == self._first[0]:
             return None
         step, began = self._first
@@ -75,7 +54,7 @@ class Progression:
 
 
 class Totals:
-    """Counts over the whole run, of metrics that are counted a step."""
+    """Sums over the whole run of metrics that are counted per step."""
 
     def __init__(self) -> None:
         self.dropped = self.failures = 0.0
@@ -86,13 +65,13 @@ class Totals:
 
 
 class PlainView:
-    """One line a stage, a message or a step, and what is under way while there is none of these; made for logs."""
+    """Plain lines for logs: one per stage, message and step, and the work in progress in between."""
 
-    def start(self, total_steps: int, config: RunConfig) -> None:
-        self._progression, self._totals, self._stage = Progression(total_steps), Totals(), ""
+    def start(self, config: RunConfig) -> None:
+        self._progression, self._totals, self._stage = Progression(config.steps), Totals(), ""
         self._heartbeat = Heartbeat(lambda text: print(text, flush=True), fallback="starting")
         self._heartbeat.start()
-        self.message(f"{config.env.id}, {config.model.path}, {total_steps} steps → {config.dir}")
+        self.message(f"{config.env.id}, {config.model.path}, {config.steps} steps → {config.dir}")
 
     def stage(self, name: str) -> None:
         if name != self._stage:
@@ -116,14 +95,14 @@ class PlainView:
 
 
 class LiveView:
-    """A progress bar over what is under way and a table of the latest figures; messages scroll above."""
+    """A progress bar, the work in progress and a table of the latest metrics; messages scroll above."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._live: Live | None = None
 
-    def start(self, total_steps: int, config: RunConfig) -> None:
-        self._progression, self._totals = Progression(total_steps), Totals()
+    def start(self, config: RunConfig) -> None:
+        self._progression, self._totals = Progression(config.steps), Totals()
         self._figures: list[tuple[str, str]] = []
         self._bar = Progress(
             TextColumn("{task.description:<10}", style="bold", markup=False),
@@ -135,7 +114,7 @@ class LiveView:
             console=self._console,
             expand=True,
         )
-        self._task = self._bar.add_task("starting", total=total_steps, left="–")
+        self._task = self._bar.add_task("starting", total=config.steps, left="–")
         title = printable(f" · {config.model.path} · {config.dir}")
         self._console.print(Text.assemble((printable(config.env.id), "bold"), title))
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
@@ -171,7 +150,7 @@ class LiveView:
 
 
 def figures(metrics: Metrics, totals: Totals) -> list[tuple[str, str]]:
-    """Label and text of what is worth a glance, of those metrics that are there."""
+    """Return label and text of the metrics to display, if present."""
     shown = []
 
     def add(label: str, key: str, form: str) -> None:

@@ -1,12 +1,12 @@
-"""What environments cost in this process, in a process each and in Docker, beside others of their kind, in one run.
+"""Measure environments in this process, in worker processes and in Docker, side by side with other implementations.
 
-    python -m benchmarks.environments            # 1,000 episodes a row; as root, for only root sees containers' memory
-    python -m benchmarks.environments --quick    # a few episodes a row; writes no page
+    python -m benchmarks.environments            # 1,000 episodes per row; needs root to read containers' memory
+    python -m benchmarks.environments --quick    # a few episodes per row; writes no page
     python -m benchmarks.environments --only Sokoban-v0 AlfWorld-v0    # no page either
 
 Prints one table, and writes ``benchmarks/results/environments.json``, ``docs/results/environments.md`` and a summary in
-``docs/environments/index.md``. Each row is measured by a process of its own. The machine should be quiet: most figures
-are times.
+``docs/environments/index.md``. A separate process measures each row. The machine should be idle: most figures are
+times.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 from agentkit import registry
 from agentkit.envs.base import AsyncTextEnv
+from agentkit.envs.isolation.image import build_env_image
 from agentkit.errors import AgentkitError
-from agentkit.sandboxes.images import build_environments
 from benchmarks.environments.page import PAGE, figures, summary, table
 
 RESULTS, PAGE_PATH = Path("benchmarks/results/environments.json"), Path("docs/results/environments.md")
@@ -63,7 +63,7 @@ IDS = ["FrozenLake-v1", "Sokoban-v0", "Countdown-v0", "WebShop-v0", "AlfWorld-v0
 
 
 async def experts(id: str, tasks: int) -> tuple[list[Any], list[Any]]:
-    """Scripts of the expert's episodes, for ours and, where it plays the same games, for TextWorld."""
+    """Return scripts of the expert's episodes, for agentkit and, on the same games, for TextWorld."""
 
     async def wait(value: Any) -> Any:
         return await value if inspect.isawaitable(value) else value
@@ -85,7 +85,7 @@ async def experts(id: str, tasks: int) -> tuple[list[Any], list[Any]]:
 
 
 def gym_sokoban() -> str:
-    """A Python that has it. Raises ``CalledProcessError`` if it cannot be installed."""
+    """Return a Python that has gym-sokoban. Raises ``CalledProcessError`` if it cannot be installed."""
     python, ready = str(SOKOBAN.absolute() / "bin" / "python"), SOKOBAN / "ready"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(SOKOBAN)], check=True, timeout=300)
@@ -96,7 +96,7 @@ def gym_sokoban() -> str:
 
 
 def measured(python: str, order: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one row, or why there are none."""
+    """Return the figures of one row, or the error."""
     command = [python, "-W", "ignore", "-m", "benchmarks.environments.measure"]
     patience = 4 * order["seconds"] + 300
     try:
@@ -109,7 +109,7 @@ def measured(python: str, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(id: str, order: dict[str, Any], docker: str | None) -> list[dict[str, Any]]:
-    """All that is measured of one environment; ``docker`` says why there is none."""
+    """Measure all rows of one environment; ``docker`` is the reason why Docker is not available, or None."""
     try:
         ours, theirs = asyncio.run(experts(id, min(order["episodes"], 100)))
     except AgentkitError as error:
@@ -128,7 +128,7 @@ def rows(id: str, order: dict[str, Any], docker: str | None) -> list[dict[str, A
     for where, mode, kwargs in OWN_SANDBOXES.get(id, PLACES):
         row = {"id": id, "where": where}
         if mode is None and issubclass(registry.env_class(id), AsyncTextEnv):
-            continue  # coroutines need somebody who runs them: the vector
+            continue  # coroutines need an event loop, which the vector provides
         if docker is not None and "Docker" in where:
             found.append({**row, "error": docker})
             continue
@@ -139,10 +139,10 @@ def rows(id: str, order: dict[str, Any], docker: str | None) -> list[dict[str, A
 
 
 def no_docker() -> str | None:
-    """Build the image; why that cannot be."""
+    """Build the image. Return None, or the reason why Docker is not available."""
     packages = {"alfworld": "alfworld", "math-verify": "math_verify", "psutil": "psutil"}
     try:
-        build_environments(packages=[p for p, module in packages.items() if find_spec(module)], tag=IMAGE)
+        build_env_image(packages=[p for p, module in packages.items() if find_spec(module)], tag=IMAGE)
     except AgentkitError as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -150,9 +150,9 @@ def no_docker() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.environments", description=__doc__)
-    parser.add_argument("--episodes", type=int, default=1000, help="a row")
-    parser.add_argument("--seconds", type=float, default=300, help="most time of either half of a row")
-    parser.add_argument("--instances", type=int, default=8, help="at once")
+    parser.add_argument("--episodes", type=int, default=1000, help="episodes per row")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of each half of a row")
+    parser.add_argument("--instances", type=int, default=8, help="instances that play at the same time")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=IDS, default=IDS, metavar="ENV")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
-"""One row of the table, measured by a process of its own: plays given episodes, and weighs what plays them.
+"""Measure one row of the table in a separate process: the times of given episodes, and the memory of the players.
 
-Invariant: imports only the standard library until there are players, so that any Python that has a rival can run it.
+Invariant: imports only the standard library until players are created, so any Python that has another implementation
+can run this module.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ Script = tuple[Any, list[Any]]
 
 
 def play(those: Any, count: int, scripts: Sequence[Script], episodes: int, seconds: float) -> dict[str, Any]:
-    """Play ``episodes`` of them with ``count`` players, or for ``seconds``: times in seconds, and counts. What happens
-    once only (processes and containers start, files are read) is over by then: it is in ``start``."""
+    """Play ``episodes`` episodes with ``count`` players, at most for ``seconds``; return times in seconds, and counts.
+
+    One-time work (start of processes and containers, reading of files) is timed separately as ``start``.
+    """
     resets: list[float] = []
     steps: list[float] = []
     source, due = cycle(scripts), list(range(count))
@@ -69,7 +72,7 @@ def play(those: Any, count: int, scripts: Sequence[Script], episodes: int, secon
 
 
 def proportional(roots: Iterable[int]) -> int:
-    """Bytes (PSS) of processes and of all that they started; pages that processes share are divided among them."""
+    """Return the bytes (PSS) of processes and their descendants; shared pages are divided among the processes."""
     total, todo = 0, list(roots)
     while todo:
         process = Path("/proc", str(todo.pop()))
@@ -82,7 +85,7 @@ def proportional(roots: Iterable[int]) -> int:
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:
-    """Half of the episodes by one player, half by several at once, and the bytes that each of these adds to the one."""
+    """Play half of the episodes with one player, half with several; return times, and bytes for each further player."""
     count, half = order["instances"], ((order["episodes"] + 1) // 2, order["seconds"])
     one = players.make(1, **order["players"])
     try:

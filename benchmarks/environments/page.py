@@ -1,4 +1,4 @@
-"""What was measured, as figures, a table, and the page of the documentation."""
+"""Figures, tables and the documentation page of the environment benchmark."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Any
 
 from benchmarks.sandbox.figures import p
 
-PAGE = """# Environments in figures
+PAGE = """# Environment measurements
 
-Written by `python -m benchmarks.environments`: one run, side by side, with gymnasium's FrozenLake, with gym-sokoban,
-and with TextWorld itself on the games of ALFWorld, these three in the process that plays them.
+`python -m benchmarks.environments` writes this page. One run measures agentkit side by side with Gymnasium's
+FrozenLake, with gym-sokoban, and with TextWorld on the games of ALFWorld. These three run in the process that plays
+them.
 
-{machine}. At most {episodes} episodes a row, and {seconds:g} seconds for either half of them.
+{machine}. At most {episodes} episodes per row, and {seconds:g} seconds for each half of them.
 
 {table}
-Half of the episodes are played by one instance, whose calls are timed; half by {instances} at once (SWEBench-v0: two),
-in lock-step, which gives steps a second, resets included, and the memory that each of them adds to a first one (PSS, of
-all processes and containers). An episode before these is not timed. Ours play what their expert
-says, the same episodes in every place; `solved` says that they do. A failure is a call that raised or hung. Ratios are
-of medians, to the first row of an environment: of a rival, if there is one.
+One instance plays half of the episodes, and its calls are timed. {instances} instances (SWEBench-v0: two) play the
+other half in lock-step. They give the steps per second, including resets, and the memory that each instance adds to
+the first one (PSS of all processes and containers). An untimed episode comes first. agentkit's environments play the
+expert's actions, the same episodes in every place; `solved` confirms this. A failure is a call that raised or hung.
+Ratios are of medians, relative to the first row of an environment, which is another implementation if there is one.
 
-Every episode has a task of its own, up to a hundred, for rivals too: gymnasium's has a new map, gym-sokoban a new room
-of 6×6 with one box, seen as pictures of a pixel a cell. These two move at random; TextWorld moves as the expert does.
-`in-process` is `agentkit.make`, the rest `agentkit.make_vec`, whose calls go through an event loop. In Docker,
-environments that declare `inline` share a sandbox, up to 64 of them; AlfWorld-v0 has one for each. Countdown-v0,
-Math-v0 and CodeContest-v0 take one step an episode. Math-v0 is given answers that are spelt otherwise than the known
-ones, so that they are compared by computing. CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and
-put what is tested into sandboxes.
+Every episode has its own task, up to a hundred; this also applies to the other implementations: a new map in
+Gymnasium's, a new 6×6 room with one box in gym-sokoban, observed as an image with one pixel per cell. These two move
+at random; TextWorld plays the expert's actions. `in-process` is `agentkit.make`; the other rows use
+`agentkit.make_vec`, whose calls go through an event loop. In Docker, environments that declare `inline` share a
+sandbox, up to 64 of them; AlfWorld-v0 has one for each. Countdown-v0, Math-v0 and CodeContest-v0 take one step per
+episode. Math-v0 receives answers in another notation than the known ones, so that they are compared by computation.
+CodeContest-v0 and SWEBench-v0 hold hidden tests: they stay outside, and the tested programs run in sandboxes.
 """
 _COLUMNS = (
     "environment", "where", "steps/s", "reset p50 ms", "p95", "step p50 ms", "p95", "MiB each", "episodes", "solved",
@@ -36,7 +37,7 @@ _COLUMNS = (
 
 
 def figures(found: dict[str, Any], instances: int) -> dict[str, Any]:
-    """Of what ``measure`` returns: milliseconds, MiB and counts."""
+    """Return the result of ``measure`` as milliseconds, MiB and counts."""
     alone, together = found["alone"], found["together"]
     if not alone["resets"] or not together["resets"]:
         return {"error": f"no episode began; {alone['failures'] + together['failures']} failures"}
@@ -53,7 +54,7 @@ def figures(found: dict[str, Any], instances: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table; below it, what could not be measured, and why."""
+    """Return a Markdown table, and below it the rows that could not be measured, with the reason."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     notes, firsts = [], {}
     for row in rows:
@@ -74,7 +75,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line an environment: medians of its calls in this process, in one of its own and in Docker, and what failed."""
+    """Return one line per environment: medians in this process, in a worker process and in Docker, and failures."""
     lines = [
         "| Environment | `step`, ms | in a process | in Docker | `reset`, ms | in Docker | failures of episodes |",
         "|---|---|---|---|---|---|---|",

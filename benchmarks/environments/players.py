@@ -1,11 +1,11 @@
-"""What is measured: agentkit's environments, and beside them gymnasium's FrozenLake, gym-sokoban and TextWorld.
+"""Players that are measured: agentkit's environments, gymnasium's FrozenLake, gym-sokoban and TextWorld.
 
-Invariant: each rival does what a player of ours gets: a new task for every episode, and what there is to see after
-every step, in the cheapest form that it offers. Nothing is imported before it is made: no Python has all of them.
+Invariant: every implementation does the same work: a new task for every episode, and an observation after every step,
+in its cheapest form. Each is imported only when it is created, because no Python has all of them.
 
-``reset(chosen, tasks)`` begins an episode in the chosen players or raises ``Failed``; ``step(actions)`` says of each
-whether it ended its episode, solved the task, and failed; ``elsewhere`` are processes that work for all players of this
-process, and that it did not start.
+``reset(chosen, tasks)`` begins an episode in the chosen players or raises ``Failed``; ``step(actions)`` returns for
+each player whether it ended its episode, solved the task, and failed; ``elsewhere`` returns processes that work for
+the players but were not started by this process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Failed(Exception):
 
 
 def make(count: int, *, kind: str, **arguments: Any) -> Any:
-    """``count`` players of a class of this module."""
+    """Return ``count`` players of a class of this module."""
     return Vector(count, **arguments) if kind == "Vector" else Several(count, globals()[kind], arguments)
 
 
 class Vector:
-    """agentkit's, by ``make_vec``."""
+    """agentkit's environments, created by ``make_vec``."""
 
     def __init__(self, count: int, id: str, mode: str, kwargs: dict[str, Any]) -> None:
         self._vector = import_module("agentkit").make_vec(id, count, mode=mode, autoreset_mode="Disabled", **kwargs)
@@ -37,10 +37,10 @@ class Vector:
 
     def reset(self, chosen: Sequence[int], tasks: Sequence[int]) -> None:
         given = dict(zip(chosen, tasks, strict=True))
-        everybody = range(self._vector.num_envs)
-        mask = import_module("numpy").array([k in given for k in everybody])
+        players = range(self._vector.num_envs)
+        mask = import_module("numpy").array([k in given for k in players])
         try:
-            self._vector.reset(seed=[given.get(k) for k in everybody], options={"reset_mask": mask})
+            self._vector.reset(seed=[given.get(k) for k in players], options={"reset_mask": mask})
         except import_module("agentkit.errors").EnvError as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
 
@@ -49,16 +49,19 @@ class Vector:
         return terminated | truncated, infos.get("success", self._nobody), infos.get("_failure", self._nobody)
 
     def elsewhere(self) -> set[int]:
-        """The engine's shims of the containers that this process, or one that it started, has."""
+        """Return the engine's shims of the containers of this process and its descendants."""
         docker, psutil = import_module("docker"), import_module("psutil")
-        owner, lease = import_module("agentkit.sandboxes.owner"), import_module("agentkit.sandboxes.lease")
+        owner, labels = (
+            import_module("agentkit.sandboxes.reaper.owner"),
+            import_module("agentkit.sandboxes.reaper.labels"),
+        )
         try:
             client = docker.from_env(timeout=60).api
         except docker.errors.DockerException:
             return set()
         me = psutil.Process()
         owners = [owner.Owner.of(process.pid) for process in (me, *me.children(recursive=True))]
-        boxes = [box for own in owners for box in client.containers(filters={"label": f"{lease.OWNER}={own}"})]
+        boxes = [box for own in owners for box in client.containers(filters={"label": f"{labels.OWNER}={own}"})]
         shims = set()
         for box in boxes:
             with suppress(docker.errors.NotFound, psutil.NoSuchProcess):  # it is being started, or removed
@@ -70,7 +73,7 @@ class Vector:
 
 
 class Several:
-    """Players of one class in this process; a step of all is taken by one after the other."""
+    """Players of one class in this process, which step one after the other."""
 
     def __init__(self, count: int, kind: Any, arguments: dict[str, Any]) -> None:
         self._players = [kind(**arguments) for _ in range(count)]
@@ -101,7 +104,7 @@ class Several:
 
 
 class Made:
-    """agentkit's, by ``make``."""
+    """An agentkit environment, created by ``make``."""
 
     def __init__(self, id: str) -> None:
         self._env = import_module("agentkit").make(id)
@@ -137,7 +140,7 @@ class Lake:
 
 
 class Sokoban:
-    """gym-sokoban with rooms of our size, seen as its smallest pictures, of a pixel a cell."""
+    """gym-sokoban with rooms of our size, observed as its smallest images, one pixel per cell."""
 
     def __init__(self) -> None:
         module = import_module("gym_sokoban.envs.sokoban_env")
@@ -157,7 +160,7 @@ class TextWorld:
     """TextWorld's ``PddlEnv`` under ALFWorld's wrapper, as ALFWorld makes it; a task is the path of a game."""
 
     def __init__(self) -> None:
-        load = import_module("agentkit.envs.alfworld.package").load  # what the two packages have, without torch
+        load = import_module("agentkit.envs.alfworld.alfworld_package").load  # without torch
         infos = load("textworld").EnvInfos(won=True, admissible_commands=True)
         wrapper = load("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
         self._env = wrapper(load("textworld.envs").PddlEnv(infos), shuffle=False)

@@ -1,12 +1,12 @@
-"""Does it learn? Success after imitation alone and after reinforcement learning, against expert and random play.
+"""Measure success after imitation and after reinforcement learning, compared with expert and random play.
 
     python -m benchmarks.learning                       # every setting, with its seeds and async ratios
     python -m benchmarks.learning --only frozen_lake --seeds 1
     python -m benchmarks.learning --report              # only the table and the plots, from the results so far
 
-Every run is an ordinary `agentkit run`, in a process of its own; ``--jobs`` of them at a time. A run that is there
-already is not repeated, so that the benchmark can be interrupted. Results: ``runs/learning/results.json``,
-``docs/results/learning.md`` (the table) and one plot a setting beside it.
+Every run is an ordinary `agentkit run` in a separate process; ``--jobs`` of them run at a time. Finished runs are not
+repeated, so the benchmark can be interrupted. Results: ``runs/learning/results.json``,
+``docs/results/learning.md`` (the table) and one plot per setting beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one or two cores each")
     parser.add_argument("--only", choices=[setting.name for setting in SETTINGS])
-    parser.add_argument("--report", action="store_true", help="only write table and plots from what is there")
+    parser.add_argument("--report", action="store_true", help="only write table and plots from existing results")
     arguments = parser.parse_args()
     chosen = [setting for setting in SETTINGS if arguments.only in (None, setting.name)]
     if not arguments.report:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _seed_of_setting(setting: Setting, seed: int) -> None:
-    """Imitation once, then reinforcement learning from its model at each async ratio."""
+    """Run imitation once, then reinforcement learning from its model at each async ratio."""
     teacher = 0 if setting.one_imitation else seed
     imitated = ROOT / f"{setting.name}-{teacher}-imitation"
     with _IMITATING:
@@ -86,7 +86,7 @@ def _finished(directory: Path) -> bool:
 
 
 def collect(setting: Setting) -> dict[str, Any]:
-    """What the runs of a setting measured: per seed and async ratio, the evaluations and the training curve."""
+    """Return the evaluations and training curves of a setting, per seed and async ratio."""
     seeds: dict[int, dict[str, Any]] = {}
     for path in sorted(ROOT.glob(f"{setting.name}-[0-9]*-async*/done")):
         _, seed, ratio = path.parent.name.rsplit("-", 2)

@@ -1,4 +1,4 @@
-"""What the best and the thoughtless player reach on the evaluation tasks of a configuration."""
+"""Success of the expert and of a random player on the evaluation tasks of a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentkit.envs.base import expert_actions
 
 
 def expert_and_random(path: Path) -> dict[str, float]:
-    """Success rates of the environment's expert and of uniformly random valid actions, one action a turn."""
+    """Return success rates of the environment's expert and of uniformly random valid actions, one action per turn."""
     config = load_config(path)
     settings = config.evaluation
     kind = registry.env_class(config.env.id)

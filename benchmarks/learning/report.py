@@ -1,7 +1,7 @@
 """The table and the plots of the learning benchmark.
 
-Invariant: what is written about a setting comes from this run's results alone; a setting that this run has no results
-of keeps the rows and the plot that are there.
+Invariant: the rows and the plot of a setting come only from this run's results; without results for a setting, its
+existing rows and plot are kept.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ HEADER = (
 
 PAGE = """# Learning
 
-Written by `python -m benchmarks.learning`. Success on test tasks (of ALFWorld: on the games of training): the mean, and
-the range over n seeds. A gap is closed when the expert's success is reached.
+`python -m benchmarks.learning` writes this page. Success rates are those on test tasks (for ALFWorld: on the games of
+training): the mean, and the range over n seeds. `gap closed` is the share of the distance between imitation and the
+expert's success.
 
 {table}
 Success in training, averaged over five steps:
@@ -43,7 +44,7 @@ def write_report(results: list[dict[str, Any]], directory: Path) -> str:
 
 
 def _known_rows(page: Path) -> dict[str, list[str]]:
-    """The rows that a page has already, by the setting in their first cell."""
+    """Return the existing rows of a page, by the setting in their first cell."""
     lines = page.read_text().splitlines(keepends=True) if page.exists() else []
     rows = {setting.title: [line for line in lines if line.startswith(f"| {setting.title} |")] for setting in SETTINGS}
     return {title: found for title, found in rows.items() if found}
@@ -75,7 +76,7 @@ def _row(result: dict[str, Any], ratio: str) -> str:
 
 
 def _spread(values: list[float]) -> str:
-    """Mean, and the range over seeds."""
+    """Format the mean, and the range over seeds."""
     return f"{statistics.mean(values):.1%} ({min(values):.1%} – {max(values):.1%}, n={len(values)})"
 
 

@@ -1,7 +1,7 @@
-"""What is measured: one configuration a setting, and the overrides that make an imitation run or an RL run of it.
+"""Settings of the benchmark: one configuration each, and the overrides for its imitation runs and RL runs.
 
 Invariant: all runs of a setting and seed start reinforcement learning from the same imitated model, and are evaluated
-on the same tasks: test tasks, whose layouts training never sees, but for ALFWorld's, which are the games of training.
+on the same tasks: test tasks, whose layouts do not occur in training (except ALFWorld: the games of training).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.rollout``: how fast rollouts go, against two common schedulers and the computed bound.
+"""``python -m benchmarks.rollout``: rollout throughput, compared with two common schedulers and a computed bound.
 
-Prints tables with ratios and writes them as JSON. Three clocks: ``virtual`` (waits are jumps and computing is free:
-exact and repeatable), ``cpu`` (waits are jumps, computing costs its CPU time: a core of its own on any machine) and
-``real`` (needs a quiet machine). Each takes a few minutes.
+Prints tables with ratios and writes them as JSON. Three clocks: ``virtual`` (waits are skipped and computing takes
+no time: exact and repeatable), ``cpu`` (waits are skipped, computing takes its CPU time, as on a dedicated core) and
+``real`` (needs an idle machine). Each takes a few minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAIN_S = 0.5
 
 
 def scheduling(run: Run) -> list[Row]:
-    """Three synchronous waves of 256 episodes of 10 turns, training costing nothing."""
+    """Run three synchronous waves of 256 episodes of 10 turns; training takes no time."""
     rows = []
     for latency in LATENCIES:
         plan = Plan(Workload(latency))
@@ -55,7 +55,7 @@ def scheduling(run: Run) -> list[Row]:
 
 
 def asynchrony(run: Run, waves: int, redundancy: Sequence[dict[str, int]]) -> list[Row]:
-    """The same beside training steps of ``TRAIN_S``, for several async ratios."""
+    """Run the same with training steps of ``TRAIN_S`` seconds, for several async ratios."""
     rows = []
     for latency in LATENCIES:
         base = Plan(Workload(latency), train_s=TRAIN_S, waves=waves)
@@ -80,7 +80,7 @@ def asynchrony(run: Run, waves: int, redundancy: Sequence[dict[str, int]]) -> li
 
 
 def faults(run: Run, waves: int, step_timeout: float) -> list[Row]:
-    """2 % of the episodes hang, or are 20 times slower; with redundancy and without."""
+    """Run with 2 % of the episodes hanging, or 20 times slower; with redundancy and without."""
     rows = []
     faults_: tuple[Fault, ...] = ("none", "slow", "hung")
     for latency in LATENCIES:
@@ -104,7 +104,7 @@ def faults(run: Run, waves: int, step_timeout: float) -> list[Row]:
 
 
 def cost() -> list[Row]:
-    """The loop's own cost, tokenizer included."""
+    """Measure the cost of the loop, including the tokenizer."""
     found = overhead.measure()
     targets = {
         "turns_per_s_1000": ">= 6000",
@@ -115,7 +115,7 @@ def cost() -> list[Row]:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
 
     def cell(value: Any) -> str:
         if not isinstance(value, float):

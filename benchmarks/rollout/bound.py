@@ -1,9 +1,9 @@
-"""The bound: list scheduling of the same work in virtual time, with a scheduler that costs nothing.
+"""Lower bound of the time: list scheduling of the same work in virtual time, with a scheduler that costs nothing.
 
 A turn takes an engine slot for ``ENGINE_S`` as soon as one is free, first come first served, then waits for its
-environment. Groups start as soon as the async ratio allows; a training step starts as soon as enough groups are there
-(under ``wait`` also: as soon as none that remains would become too old). Written as an event simulation of its own:
-it shares no code with the rollout loop or its gate.
+environment. Groups start as soon as the async ratio allows; a training step starts as soon as enough groups are
+finished (under ``wait`` also: as soon as no remaining group would become too old). This is a separate event simulation
+that shares no code with the rollout loop or its gate.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ class _Simulation:
 
 
 def list_schedule(plan: Plan) -> float:
-    """Seconds until the last wave of ``plan`` is trained on, if scheduling were free and nothing hung or failed."""
+    """Return seconds until the last wave of ``plan`` is trained on if scheduling is free and nothing fails."""
     return _Simulation(plan).run()

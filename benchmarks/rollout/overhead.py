@@ -1,7 +1,7 @@
-"""What the rollout loop itself costs: turns a second on one core, bytes an idle episode, growth with concurrency.
+"""Cost of the rollout loop: turns per second on one core, bytes per idle episode, growth with concurrency.
 
-The engine answers at once with tokens made beforehand and the environment does next to nothing, so that what remains
-is the loop: rendering and tokenising observations, decoding and parsing answers, records, gate, event loop.
+The engine answers at once with prepared tokens and the environment does almost nothing. The measured cost is that of
+the loop: rendering and tokenising observations, decoding and parsing answers, records, gate, event loop.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _loop(envs: int, *, unique: bool) -> tuple[RolloutLoop, InstantEngine]:
 
 
 async def _rate(envs: int, turns: int, *, unique: bool) -> float:
-    """Turns per CPU second with ``envs`` episodes at a time, over whole batches of at least ``turns`` turns."""
+    """Return turns per CPU second with ``envs`` episodes at a time, over whole batches of at least ``turns`` turns."""
     loop, engine = _loop(envs, unique=unique)
     await loop.start()
     try:
@@ -143,7 +143,7 @@ async def _step(loop: RolloutLoop, version: int) -> int:
 
 
 async def _idle_bytes(envs: int) -> float:
-    """Bytes an episode that waits for its first answer."""
+    """Return the bytes per episode that waits for its first answer."""
     loop, engine = _loop(envs, unique=False)
     engine.held = True
     gc.collect()
@@ -161,7 +161,7 @@ async def _idle_bytes(envs: int) -> float:
 
 
 def measure(repeats: int = 3) -> dict[str, float]:
-    """The figures of the loop; rates are the best of ``repeats``, since whatever else the machine does only slows."""
+    """Return the figures of the loop; rates are the best of ``repeats``, because other load only lowers them."""
 
     def rate(envs: int, *, unique: bool) -> float:
         return max(asyncio.run(_rate(envs, 20_000, unique=unique)) for _ in range(repeats))

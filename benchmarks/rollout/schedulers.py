@@ -1,8 +1,8 @@
-"""The ways to schedule a rollout that are compared, all against the same simulated engine and environments.
+"""Rollout schedulers that are compared on the same simulated engine and environments.
 
-``lock_step``: all episodes of a batch take their turn together, as batched environment interfaces do.
-``trajectory_level``: every episode on its own, but a wave waits for its last one, as rollout workers behind a barrier
-do, and training waits for the wave. ``ours``: ``agentkit``'s rollout loop itself.
+``lock_step``: all episodes of a batch take their turn together, as in batched environment interfaces.
+``trajectory_level``: episodes are independent, but a wave waits for its last episode, as with rollout workers behind a
+barrier, and training waits for the wave. ``ours``: ``agentkit``'s rollout loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.rollout.workload import Workload
 
 @dataclass(frozen=True)
 class Plan:
-    """One cell of the benchmark: what is gathered, and under which rules."""
+    """One cell of the benchmark: the work, and the rules of scheduling."""
 
     load: Workload
     waves: int = 3
@@ -65,7 +65,7 @@ async def trajectory_level(plan: Plan) -> float:
 
 
 async def ours(plan: Plan) -> float:
-    """Seconds for all waves: training, and publishing its weights, included."""
+    """Return seconds for all waves, including training and the publication of weights."""
     registry.register("WaitingRoom-v0", WaitingRoom)
     WaitingRoom.load, WaitingRoom.arrivals = plan.load, {}
     config = RunConfig.model_validate(

@@ -19,8 +19,8 @@ from benchmarks.rollout.workload import ENGINE_S, SLOTS, Workload
 class SimulatedEngine:
     """Answers in exactly ``ENGINE_S`` seconds, ``SLOTS`` requests at a time, first come first served.
 
-    The clock of a slot runs on without the event loop: a request that waits gets the slot at the instant at which it
-    became free, not at the later one at which Python noticed, so that the simulation adds no time of its own.
+    The clock of a slot does not depend on the event loop: a waiting request gets the slot from the time at which it
+    became free, not from the later time at which Python noticed. The simulation therefore adds no time.
     """
 
     def __init__(self, renderer: ChatRenderer | None) -> None:
@@ -71,7 +71,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class WaitingRoom(AsyncTextEnv):
-    """Waits as long as the workload says; the seed is the task. Members are told apart by the order of ``reset``."""
+    """Environment that waits as the workload specifies. The seed is the task; the order of ``reset`` is the member."""
 
     instructions = "Wait."
     max_turns = 10

@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps to the next timer instead of waiting: real schedulers, simulated waits, no noise.
+"""Event loop whose clock jumps to the next timer instead of waiting: real schedulers, simulated waits, no noise.
 
-On the ``virtual`` clock computing costs nothing, so that a ratio to the bound tells the quality of a scheduler's
-decisions alone. On the ``cpu`` clock the CPU time that the process really spends is added to the jumps: what the same
-run would take on a core of its own, whatever else the machine is doing meanwhile.
+On the ``virtual`` clock computing takes no time, so the ratio to the bound depends only on the scheduler's decisions.
+On the ``cpu`` clock the CPU time of the process is added to the jumps: the time that the same run would take on a
+dedicated core, independent of other load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """For coroutines that wait for timers alone."""
+    """Event loop for coroutines that wait only for timers."""
 
     def __init__(self, *, charge_cpu: bool) -> None:
         self._jumping = _JumpingSelector()

@@ -1,7 +1,7 @@
-"""The simulated work: how long every turn of every episode waits for its environment, drawn in advance.
+"""Simulated workload: the time that each turn of each episode waits for its environment, drawn in advance.
 
-All schedulers that are compared, and the bound, are given the same numbers: what turn ``k`` of a member of a task
-takes depends on (setting, task, member, attempt) and on nothing else.
+All schedulers and the bound get the same numbers: the time of turn ``k`` depends only on (setting, task, member,
+attempt).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Workload:
     seed: int = 0
 
     def env_seconds(self, task: int, member: int, attempt: int = 0) -> tuple[float, ...]:
-        """Seconds that the environment takes in each turn of an episode."""
+        """Return the seconds that the environment takes in each turn of an episode."""
         return _draw(self, task, member, attempt)
 
 

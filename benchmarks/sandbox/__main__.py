@@ -1,10 +1,10 @@
-"""What sandboxes cost, beside the docker SDK's ``exec_run``, the bare engine and SWE-ReX, in one run on a real engine.
+"""Measure sandboxes side by side with the docker SDK's ``exec_run``, the plain engine and SWE-ReX, on a real engine.
 
-    python -m benchmarks.sandbox            # some minutes; as root, for only root sees the memory of the agents
+    python -m benchmarks.sandbox            # some minutes; needs root to read the memory of the agents
     python -m benchmarks.sandbox --quick    # the same with few repeats; writes no page
 
 Prints one table, and writes ``benchmarks/results/sandbox.json`` and ``docs/results/sandbox.md``. ``.ci/docker`` makes
-the engine and the images. The machine should be quiet: most figures are times.
+the engine and the images. The machine should be idle: most figures are times.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from docker import DockerClient
 
+from agentkit.envs.isolation.image import build_env_image
 from agentkit.sandboxes import Sandbox
-from agentkit.sandboxes.backends.docker import DockerBackend
-from agentkit.sandboxes.images import build_environments
+from agentkit.sandboxes.backends.docker.backend import DockerBackend
 from agentkit.sandboxes.spec import DEFAULT_IMAGE
 from benchmarks.sandbox import ours, swe_rex
 from benchmarks.sandbox.figures import PAGE, Figure, table
@@ -32,7 +32,7 @@ PAGE_PATH = Path("docs/results/sandbox.md")
 
 
 async def awaited(client: DockerClient, quick: bool) -> list[Figure]:
-    """All that is asked of sandboxes by coroutines."""
+    """Return all figures that are measured by coroutines."""
     backend = DockerBackend()
     await backend.start()
     figures: list[Figure] = []
@@ -69,7 +69,7 @@ def main() -> None:
     quick: bool = arguments.quick
     client = DockerClient.from_env(timeout=120, max_pool_size=ours.AT_ONCE)
     begin = os.getloadavg()[0]
-    build_environments()
+    build_env_image()
     rivals = swe_rex.measure(arguments.swe_rex_venv, DEFAULT_IMAGE, 20 if quick else 300)
     figures = asyncio.run(awaited(client, quick))
     figures += ours.sync_latency(50 if quick else 1000)

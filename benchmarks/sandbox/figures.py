@@ -1,4 +1,4 @@
-"""What was measured, beside what was promised: rows, their table, and the page of the documentation."""
+"""Measured values and their targets: rows, their table, and the documentation page."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PAGE = """# Sandboxes in figures
+PAGE = """# Sandbox measurements
 
-Written by `python -m benchmarks.sandbox`: one run, side by side, on a real Docker engine, with the docker SDK's
-`exec_run` in the same container, with the engine's own create and start of the same container without an agent, and
-with SWE-ReX: its own client and Docker deployment, its server in a container of the same image.
+`python -m benchmarks.sandbox` writes this page. One run on a real Docker engine measures, side by side, agentkit, the
+docker SDK's `exec_run` in the same container, the engine's create and start of the same container without an agent,
+and SWE-ReX (its own client and Docker deployment, with its server in a container of the same image).
 
 {machine}
 
 {table}
-Times are round trips as the caller sees them. `exec` is `Sandbox.exec(["true"])`; most of it is the start of the
-program itself. Agents share the pages of their interpreter: PSS counts these once for all sandboxes of an image, RSS
-once in each. Sandboxes are taken from a pool while it makes none. Crashes are made by `docker kill`, whose own time
-counts. A recovery has ended when the next command has run. What the machine has less memory means little while other
-programs run.
+Times are round trips as seen by the caller. `exec` is `Sandbox.exec(["true"])`; most of its time is the start of the
+program itself. Agents share the pages of their interpreter: PSS counts them once for all sandboxes of an image, RSS
+once in each sandbox. Sandboxes are acquired while the pool creates none. Crashes are caused by `docker kill`, and its
+own time is included. A recovery lasts until the next command has run. The decrease of the machine's free memory is
+unreliable while other programs run.
 """
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value; ``target`` is what it must stay below or, with ``at least``, what it must reach."""
+    """One measured value; ``kind`` is the comparison with ``target`` that must hold."""
 
     name: str
     value: float
@@ -44,19 +44,19 @@ class Figure:
 
 
 def p(values: Sequence[float], percent: float) -> float:
-    """The smallest of them that ``percent`` do not exceed."""
+    """Return the percentile: the smallest value that ``percent`` of the values do not exceed."""
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
 
 
 async def timed(work: Awaitable[Any]) -> float:
-    """Milliseconds."""
+    """Await ``work`` and return the milliseconds that it took."""
     begin = time.perf_counter()
     await work
     return 1e3 * (time.perf_counter() - begin)
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| figure | value | target | met |", "|---|---|---|---|"]
     for figure in figures:
         value = f"{figure.value:,.0f}" if abs(figure.value) >= 100 else f"{figure.value:.3g}"

@@ -1,4 +1,4 @@
-"""agentkit's own figures, each beside what the engine alone takes for the like."""
+"""agentkit's figures, each compared with the plain engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import agentkit
 from agentkit.errors import SandboxLost
 from agentkit.sandboxes import Sandbox, SandboxPool, SandboxSpec, Supervisor, SyncSandbox
 from agentkit.sandboxes.backend import Backend
-from agentkit.sandboxes.backends.docker_bundle import Bundle
-from agentkit.sandboxes.backends.docker_engine import Engine
-from agentkit.sandboxes.backends.docker_options import container
+from agentkit.sandboxes.backends.docker.engine import DockerEngine
+from agentkit.sandboxes.backends.docker.options import container
+from agentkit.sandboxes.backends.docker.runtime import RuntimeVolume
 from benchmarks.sandbox.figures import Figure, p, timed
 
 TRUE = ["true"]
@@ -45,7 +45,7 @@ def repeated(call: Callable[[], Any], times: int) -> list[float]:
 
 
 async def exec_latency(box: Sandbox, client: DockerClient, rounds: int) -> list[Figure]:
-    """The same command in the same container by the agent and by the engine's exec, in turn."""
+    """Run the same command in the same container by the agent and by the engine's exec, in turn."""
     container = client.containers.get(box.id)
     ours, engine = [], []
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def sync_latency(calls: int) -> list[Figure]:
 
 
 async def exec_rate(boxes: list[Sandbox], client: DockerClient, seconds: float) -> list[Figure]:
-    """Calls a second with 16 under way: all in one sandbox, one in each of 16, and by the engine's exec."""
+    """Measure calls per second, 16 in flight: all in one sandbox, one in each of 16, and by the engine's exec."""
     clock = time.perf_counter
 
     async def rate(where: Sequence[Sandbox]) -> float:
@@ -98,28 +98,28 @@ async def exec_rate(boxes: list[Sandbox], client: DockerClient, seconds: float) 
 
 
 def mains(boxes: Sequence[Sandbox], client: DockerClient) -> list[psutil.Process]:
-    """The containers' main processes, which are the agents; the engine's shim is the parent."""
+    """Return the containers' main processes, which are the agents; their parents are the engine's shims."""
     return [psutil.Process(client.api.inspect_container(box.id)["State"]["Pid"]) for box in boxes]
 
 
 def agent_memory(boxes: Sequence[Sandbox], client: DockerClient) -> list[Figure]:
-    """Of agents that have worked; only root can look."""
+    """Measure the memory of agents that have run commands. Needs root."""
     agents = [main.memory_full_info() for main in mains(boxes, client)]
     share, own, resident = (
         statistics.median(getattr(agent, name) for agent in agents) / 2**20 for name in ("pss", "uss", "rss")
     )
     return [
         Figure(f"an agent's memory: its share (PSS) among {len(boxes)}", share, "MiB", 8, "≤"),
-        Figure("an agent's memory: its own alone", own, "MiB"),
+        Figure("an agent's memory: not shared (USS)", own, "MiB"),
         Figure("an agent's memory: resident (RSS)", resident, "MiB"),
     ]
 
 
 def env_step(episodes: int) -> list[Figure]:
-    """The same episodes of FrozenLake in a container and in this process."""
+    """Play the same episodes of FrozenLake in a container and in this process."""
     medians = []
-    for options in ({"sandbox": "docker"}, {}):
-        env: Any = agentkit.make("FrozenLake-v1", **options)
+    for sandbox in ("docker", None):
+        env: Any = agentkit.make("FrozenLake-v1", sandbox=sandbox)
         try:
             times = []
             for seed in range(episodes):
@@ -129,16 +129,16 @@ def env_step(episodes: int) -> list[Figure]:
             env.close()
         medians.append(p(times, 50))
     return [
-        Figure("an environment's step in a container adds, p50", medians[0] - medians[1], "ms", 1.5),
+        Figure("time added to an environment step by a container, p50", medians[0] - medians[1], "ms", 1.5),
         Figure("the same step in this process, p50", medians[1], "ms"),
     ]
 
 
 async def create(backend: Backend, client: DockerClient, count: int) -> list[Figure]:
-    """Sandboxes until they are ready to work, and the same containers, without an agent, until they are started."""
+    """Measure the time until sandboxes are ready, and until the same containers without an agent are started."""
 
     def bare(directory: str) -> float:
-        body = container(SandboxSpec(), SandboxSpec().image, directory, {}, Bundle(Engine()).volume)
+        body = container(SandboxSpec(), SandboxSpec().image, directory, {}, RuntimeVolume(DockerEngine()).name)
         body["Entrypoint"] = ["sleep", "3600"]
         begin = time.perf_counter()
         made = client.api.create_container_from_config(body)
@@ -168,9 +168,9 @@ async def acquire(backend: Backend, warm: Literal["running", "paused"], count: i
     reused: dict[str, Any] = {"max_uses": None, "reset": lambda box: asyncio.sleep(0)}
     async with SandboxPool(None, backend, min_idle=4, max_size=4, warm=warm, **reused) as pool:
         for _ in range(count):
-            await pool.filled()
+            await pool.wait_filled()
             begin = time.perf_counter()
-            lease = await pool.take()
+            lease = await pool.acquire()
             times.append(1e3 * (time.perf_counter() - begin))
             lease.release()
     return [
@@ -180,7 +180,7 @@ async def acquire(backend: Backend, warm: Literal["running", "paused"], count: i
 
 
 async def crash(boxes: Sequence[Sandbox], client: DockerClient) -> list[Figure]:
-    """From the call of ``docker kill`` until the sandbox's state says so."""
+    """Measure the time from the call of ``docker kill`` until the sandbox's state shows it."""
     times = []
     for box in boxes:
         ill = asyncio.Event()
@@ -193,14 +193,14 @@ async def crash(boxes: Sequence[Sandbox], client: DockerClient) -> list[Figure]:
 
 
 async def recovery(backend: Backend, client: DockerClient, count: int) -> list[Figure]:
-    """From the call of ``docker kill`` until the next command has run, in a sandbox of the warm pool."""
+    """Measure the time from ``docker kill`` until the next command has run in a sandbox of the warm pool."""
     times = []
     async with SandboxPool(None, backend, min_idle=2, max_size=4) as pool:
         supervisor = Supervisor(pool, recovery="replay")
         for _ in range(count):
             async with supervisor.run() as box:
                 await box.exec(TRUE)
-                await pool.filled()
+                await pool.wait_filled()
                 begin = time.perf_counter()
                 await asyncio.to_thread(client.api.kill, box.status.id)
                 works = False
@@ -212,7 +212,7 @@ async def recovery(backend: Backend, client: DockerClient, count: int) -> list[F
 
 
 def orphans(client: DockerClient, count: int) -> list[Figure]:
-    """Until nothing is left of an owner that SIGKILL ended."""
+    """Measure the time until all sandboxes of a killed owner are removed."""
     label = secrets.token_hex(8)
 
     def left() -> int:
@@ -228,11 +228,13 @@ def orphans(client: DockerClient, count: int) -> list[Figure]:
     while left():
         assert time.monotonic() - begin < 300, f"{left()} sandboxes are left after five minutes"
         time.sleep(0.05)
-    return [Figure(f"nothing left of a killed owner's {count} sandboxes after", time.monotonic() - begin, "s", 30)]
+    return [
+        Figure(f"time until all {count} sandboxes of a killed owner are removed", time.monotonic() - begin, "s", 30)
+    ]
 
 
 async def density(backend: Backend, client: DockerClient, count: int) -> list[Figure]:
-    """Memory of ``count`` idle sandboxes, all of which answer: their control groups, and the engine's shim for each."""
+    """Measure the memory of ``count`` idle sandboxes that respond: control groups, and the engine's shims."""
     few = asyncio.Semaphore(8)
 
     async def make() -> Sandbox:
@@ -253,5 +255,5 @@ async def density(backend: Backend, client: DockerClient, count: int) -> list[Fi
     return [
         Figure(f"an idle sandbox's memory, of {count}: control group and shim", used / count / 2**20, "MiB"),
         Figure("idle sandboxes in 2 GiB", 2 * 2**30 * count / used, "", 150, "≥"),
-        Figure("memory that the machine has less for each", less / count / 2**20, "MiB"),
+        Figure("decrease of the machine's free memory per sandbox", less / count / 2**20, "MiB"),
     ]

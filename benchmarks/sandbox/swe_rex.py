@@ -1,7 +1,7 @@
-"""SWE-ReX beside us, by its own Docker deployment and client, in an environment of its own.
+"""Measure SWE-ReX with its own Docker deployment and client, in a separate virtual environment.
 
-``measure`` installs it from the package index and runs this module there, which prints what it takes as JSON. Nothing
-is installed in the image: the environment's packages and a launcher are mounted into the container that it starts.
+``measure`` installs SWE-ReX from the package index and runs this module there, which prints the times as JSON. Nothing
+is installed in the image: the environment's packages and a launcher are mounted into the container.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ("swe-rex==1.4.0", "aiohttp")  # it imports the second without asking
 
 
 def measure(venv: Path, image: str, calls: int) -> list[Figure]:
-    """Raises ``CalledProcessError`` if it cannot be installed, or does not run in the image; both say why."""
+    """Return SWE-ReX's times. Raises ``CalledProcessError`` if it cannot be installed or does not run in the image."""
     python, ready = str(venv.absolute() / "bin" / "python"), venv / "ready"
     if not ready.exists():
         _run(sys.executable, "-m", "venv", str(venv))
@@ -48,7 +48,7 @@ def _run(*command: str) -> str:
 
 
 async def drive(image: str, site: str, launcher: str, calls: int) -> dict[str, Any]:
-    """Milliseconds, measured by the Python that has it."""
+    """Return milliseconds; runs in the Python that has SWE-ReX."""
     from swerex.deployment.docker import DockerDeployment  # pyright: ignore[reportMissingImports]
     from swerex.runtime import abstract as rex  # pyright: ignore[reportMissingImports]
 

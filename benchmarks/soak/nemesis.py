@@ -1,4 +1,4 @@
-"""Breaks sandboxes from outside, at random moments, in ways that their pool does not expect."""
+"""Inject faults into sandboxes from outside, at random times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import docker
 from docker.errors import DockerException
 
-from agentkit.sandboxes.pool import SandboxPool
+from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.sandbox import Sandbox
 
 EVERY = 1.5
@@ -21,7 +21,7 @@ EVERY = 1.5
 
 
 class Nemesis:
-    """``users`` holds what each user does at present: a task to cancel. ``done`` counts the attacks that took place."""
+    """Fault injector. ``users`` holds each user's current task, to cancel; ``done`` counts the injected faults."""
 
     def __init__(self, pool: SandboxPool, users: Mapping[int, asyncio.Task[None]], rng: random.Random) -> None:
         self.done: Counter[str] = Counter()
@@ -30,7 +30,7 @@ class Nemesis:
         self._stopped: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled. What it stopped, goes on then."""
+        """Inject faults until cancelled; then resume everything that is stopped."""
         attacks: dict[str, Callable[[Sandbox], Awaitable[bool]]] = {
             "docker kill": lambda box: self._engine(box, "kill"),
             "docker pause": lambda box: self._engine(box, "pause"),
@@ -54,11 +54,9 @@ class Nemesis:
             self._client.close()
 
     def _boxes(self) -> list[Sandbox]:
-        """Those in use three times: that is where it hurts."""
-        assert self._pool._stock is not None
-        places = [place for place in self._pool._stock.ledger if place.sandbox is not None]
-        busy = [place for place in places if place.state == "busy"]
-        return [place.box for place in [*places, *busy, *busy]]
+        """Return all sandboxes, those in use three times, so that they are chosen more often."""
+        busy = self._pool.sandboxes("busy")
+        return [*self._pool.sandboxes(), *busy, *busy]
 
     async def _engine(self, box: Sandbox, what: str, **options: bool) -> bool:
         with contextlib.suppress(DockerException):  # gone already, or not running
@@ -93,11 +91,12 @@ class Nemesis:
         return True
 
     async def _garbage(self, box: Sandbox) -> bool:
-        """What a hostile agent could send: noise, or a true frame's beginning."""
-        link = getattr(box._channel, "_link", None)
-        if link is None or link.lost.done():
+        """Return bytes that a hostile agent could send: noise, or the beginning of a valid frame."""
+        connection = getattr(box._channel, "_connection", None)
+        if connection is None or connection.lost.done():
             return False
-        link.data_received(self._rng.choice([self._rng.randbytes(100), b"\0\0\0\x05\x0d\0\0\0\x01half!", b"\xff" * 9]))
+        noise = [self._rng.randbytes(100), b"\0\0\0\x05\x0d\0\0\0\x01half!", b"\xff" * 9]
+        connection.data_received(self._rng.choice(noise))
         return True
 
     async def _cancel(self, box: Sandbox) -> bool:

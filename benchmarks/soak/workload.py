@@ -1,7 +1,7 @@
-"""Users of sandboxes: they work, check every answer, and some of what they run is hostile.
+"""Users of sandboxes, which run ordinary and hostile programs and check every answer.
 
-Invariant: each operation that is begun is counted once, by how it ended: ``ok``, a result that is none of success
-(``timed out``, ``exit 137``), a typed error, or ``cancelled``. Anything else, a wrong answer among it, is a violation.
+Invariant: each operation is counted once, by its outcome: ``ok``, an unsuccessful result (``timed out``, ``exit 137``),
+a typed error, or ``cancelled``. Anything else, such as a wrong answer, is a violation.
 """
 
 from __future__ import annotations
@@ -15,34 +15,19 @@ from typing import Any, TypeVar
 
 from agentkit.errors import BreakerOpen, PoolExhausted, SandboxError
 from agentkit.sandboxes import ExecResult, Sandbox
-from agentkit.sandboxes.pool import Lease, SandboxPool
-from agentkit.sandboxes.supervisor import Recovery, Supervised, Supervisor
+from agentkit.sandboxes.pool.pool import SandboxPool
+from agentkit.sandboxes.recovery.supervisor import Recovery, SupervisedSandbox, Supervisor
 
 T = TypeVar("T")
 
 BOUND = 120.0
-"""Seconds within which every operation must have ended, whatever happens to its sandbox."""
+"""Seconds within which every operation must end, under all faults."""
 ENV = "import sys\nfor line in sys.stdin: print(line.strip()[::-1], flush=True)"
 BOMB = "import os, time\nwhile True:\n try: os.fork()\n except OSError: time.sleep(0.1)"
 
 
-class CountedPool(SandboxPool):
-    """Counts what is taken and what comes back, the supervisors' included."""
-
-    taken = given = 0
-
-    async def take(self, timeout: float | None = None) -> Lease:
-        lease = await super().take(timeout)
-        self.taken += 1
-        return lease
-
-    def _release(self, place: Any, discard: bool) -> None:
-        self.given += 1
-        super()._release(place, discard)
-
-
 class Tally:
-    """What was begun, how it ended, and what must not be."""
+    """Counts of begun operations, their outcomes, and violations."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
@@ -57,7 +42,7 @@ class Tally:
             self.violations.append(what)
 
     async def of(self, name: str, work: Awaitable[T]) -> T:
-        """Do it and count it. Raises what it raises."""
+        """Await the operation and count it. Its exceptions propagate."""
         clock = asyncio.get_running_loop().time
         self.begun[name] += 1
         start, outcome = clock(), "ok"
@@ -89,13 +74,13 @@ class Tally:
 
 
 class User:
-    """One customer of the pool after another."""
+    """A user that acquires one sandbox after another."""
 
     def __init__(self, pool: SandboxPool, tally: Tally, rng: random.Random) -> None:
         self._pool, self._tally, self._rng = pool, tally, rng
 
     async def use(self) -> None:
-        """Take a sandbox, work with it until it breaks or enough is done, give it back."""
+        """Acquire a sandbox, use it until it breaks or enough operations ran, release it."""
         supervised = self._rng.random() < 0.4
         try:
             await (self._under_supervision() if supervised else self._directly())
@@ -125,8 +110,8 @@ class User:
             finally:
                 self._tally.recoveries += box.recoveries
 
-    async def _log(self, box: Supervised, recovery: str) -> None:
-        """Lines written one by one: after a recovery by replay they are those of the commands that succeeded."""
+    async def _log(self, box: SupervisedSandbox, recovery: str) -> None:
+        """Write lines one by one; after a recovery by replay the file holds those of the commands that succeeded."""
         done: list[int] = []
         for number in range(self._rng.randint(1, 15)):
             try:
@@ -164,7 +149,7 @@ class User:
                 self._tally.check(last.stdout in (f"{token}\n", "\n"), f"the shell said {last.stdout!r}, not {token}")
 
     async def _environment(self, box: Sandbox) -> None:
-        """Steps of an environment that runs in the sandbox."""
+        """Step an environment that runs in the sandbox."""
         process = await self._tally.of("spawn", box.spawn(["python3", "-c", ENV], timeout=60))
         try:
             said = aiter(process)
@@ -183,7 +168,7 @@ class User:
                 answer += (await asyncio.wait_for(anext(said), 30))[1]
             return answer.decode()
         except (asyncio.TimeoutError, StopAsyncIteration):
-            # Starved, or killed for its memory or time: how it ended is told by its result.
+            # Starved, or killed for its memory or time; its result says which.
             result = await asyncio.wait_for(process.kill(), 30) or await process.wait()
             raise SandboxError(f"the environment ended: {result.exit_code}", reason="ended") from None
 

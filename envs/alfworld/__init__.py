@@ -1,4 +1,3 @@
-"""ALFWorld: ``games`` (which there are), ``engine`` (TextWorld, in a process of its own), ``expert``, ``env``; and
-``generator`` over ``rooms`` for games of our own."""
+"""ALFWorld: household tasks in text."""
 
 from agentkit.envs.alfworld.env import AlfWorld as AlfWorld

@@ -1,7 +1,7 @@
-"""ALFWorld: household tasks in text, on the ``alfworld`` and ``textworld`` packages.
+"""The ALFWorld environment, based on the ``alfworld`` and ``textworld`` packages.
 
-Invariant: consecutive seeds play every game of a split once before one comes again. No code of TextWorld or Fast
-Downward runs in this process: each instance has one of its own, and what fails there is an ``EnvError`` here.
+Invariant: consecutive seeds play every game of a split once before one is repeated. TextWorld and Fast Downward run
+only in a worker process of each instance; a failure there is an ``EnvError`` here.
 """
 
 from __future__ import annotations
@@ -15,41 +15,48 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from agentkit import data as datasets
-from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld import alfworld_package
 from agentkit.envs.alfworld.games import SPLITS, GameFile, Split, games, select
 from agentkit.envs.base import Info, TextEnv
-from agentkit.envs.children import Child
-from agentkit.envs.spaces import Text
+from agentkit.envs.spaces import Text, encodable
+from agentkit.envs.workers.client import shared_server
+from agentkit.envs.workers.worker import Worker
 from agentkit.errors import ConfigError, DataError, EnvCrashed
 
 Expert = Literal["planner", "handcoded"]
 STEP_TIMEOUT = 30.0
 LOAD_TIMEOUT = 120.0
 PLAN_TIMEOUT = 60.0
-"""Seconds. A planner may search for ever."""
-_ENGINE = "agentkit.envs.alfworld.engine"
+"""Seconds; the search of a planner is not bounded."""
+_ENGINE = "agentkit.envs.alfworld.worker"
 _ORDER = 20_210_503
-"""Seeds the order in which seeds meet games, so that neighbours are not of one task."""
+"""Seed of the order of games, so that consecutive seeds are of different tasks."""
 _EXAMPLES = ("look", "inventory", "go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "examine fridge 1")
 _reported: set[Path] = set()
 
 
 class AlfWorld(TextEnv):
-    """Do a household task: find, clean, heat, cool, examine and bring things; reward 1 when it is done, else 0.
+    """Do a household task: find, clean, heat, cool, examine or move objects.
+
+    Action space: commands such as ``go to fridge 1``, ``open fridge 1`` and ``take apple 1 from fridge 1``.
+
+    Observation space: the description of the room and the task; then the feedback to each command.
+
+    Rewards: 1 when the task is done, which terminates the episode, otherwise 0.
 
     Args:
         split: ``"train"``, ``"valid_seen"`` or ``"valid_unseen"``.
-        data: a data set that ``agentkit data list`` names, or a folder of games. ``"alfworld"`` are the official ones.
-        tasks: play this one, or these, of the six tasks only.
-        num_games: play only so many of them, the first in the order of seeds; None plays all.
-        upgrade: play games of version 2.1.1 (``put X in/on Y``) as version 2.1.2 (``move X to Y``) has them.
-        expert: ``"planner"`` (shortest plans, knows everything) or ``"handcoded"`` (looks for things).
-        show_actions: end every observation with the actions that are possible now.
+        data: a data set of ``agentkit data list``, or a folder of games. ``"alfworld"`` is the official one.
+        tasks: play only this task, or these, of the six.
+        num_games: play only this many games, the first in the order of seeds; None plays all.
+        upgrade: play games of version 2.1.1 (``put X in/on Y``) in the form of version 2.1.2 (``move X to Y``).
+        expert: ``"planner"`` (shortest plans with full knowledge) or ``"handcoded"`` (searches for objects).
+        show_actions: end every observation with the possible actions.
         render_mode: ``"ansi"`` or None.
 
     Raises:
         RegistryError: the extra ``alfworld`` is not installed.
-        ConfigError, DataError: there is no such split, task or data set, or ``num_games`` is no number of games.
+        ConfigError, DataError: the split, task or data set is unknown, or ``num_games`` is invalid.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
@@ -61,7 +68,7 @@ class AlfWorld(TextEnv):
     )
     max_turns = 50
     actions_per_turn = 1
-    concurrency = "thread"  # it waits for its process, and for no longer than its timeouts
+    concurrency = "thread"  # it waits for its worker process, within its timeouts
     deterministic = True
 
     def __init__(
@@ -77,7 +84,7 @@ class AlfWorld(TextEnv):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        package.require()
+        alfworld_package.require()
         if split not in SPLITS:
             raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}")
         if expert not in get_args(Expert):
@@ -93,7 +100,7 @@ class AlfWorld(TextEnv):
         self.action_space = Text(examples=_EXAMPLES)
         self.instructions = self.instructions_for(data=data, upgrade=upgrade)
         self._upgrade, self._expert, self._show = upgrade, expert, show_actions
-        self._child = Child(_ENGINE)
+        self._worker = Worker(shared_server(_ENGINE))
         self._said: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
         self._plan: list[str] = []
@@ -105,7 +112,7 @@ class AlfWorld(TextEnv):
         return cls.instructions.replace("move O to R", "move O to R (in older games: put O in/on R)")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
-        """Begin a game: the one that ``seed`` stands for, or ``options={"game": NAME}``, as ``GameFile.name`` has it.
+        """Start the game of ``seed``, or the one with ``options={"game": NAME}`` (``GameFile.name``).
 
         Raises ``EnvCrashed``, ``EnvTimeout``, and ``ConfigError`` for a game that is not in the split.
         """
@@ -117,7 +124,7 @@ class AlfWorld(TextEnv):
         if wanted is not None:
             self.game = self._load(self._named(wanted), drawn)
         else:
-            # One that does not load is passed over; who plays in its place is the same for everybody.
+            # A game that cannot be loaded is skipped; the next one in the order takes its place.
             candidates = (self.games[(first + k) % len(self.games)] for k in range(len(self.games)))
             self.game = next((game for game in candidates if self._load(game, drawn) is not None), None)
         if self.game is None:
@@ -126,20 +133,20 @@ class AlfWorld(TextEnv):
         return self._observe(), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        if not self._said or self._said["won"] or not self._child.alive:
+        if not self._said or self._said["won"] or not self._worker.alive:
             raise ResetNeeded("the episode is over (or has not begun): call reset() first")
         action = action.strip()
         self._plan = self._plan[1:] if self._plan[:1] == [action] else []
-        self._said = self._call("step", _transportable(action), timeout=STEP_TIMEOUT)
+        self._said = self._call("step", encodable(action), timeout=STEP_TIMEOUT)
         self._metrics["steps"] += 1
         self._metrics["invalid_actions"] += not self._said["valid"]
         won = self._said["won"]
         return self._observe(), float(won), won, False, self._info()
 
     def expert(self) -> Iterator[str]:
-        """The planner's commands to the goal, or the hand-coded expert's next one; none when it sees no way.
+        """Yield the planner's commands, or the hand-coded expert's next one; none if there is no solution.
 
-        Raises ``EnvCrashed``, and ``EnvTimeout`` from a planner that searches for too long: the episode is then lost.
+        Raises ``EnvCrashed``, and ``EnvTimeout`` if the planner takes too long; the episode is then lost.
         """
         if not self._said:
             raise ResetNeeded("call reset() before expert()")
@@ -150,43 +157,43 @@ class AlfWorld(TextEnv):
         yield from tuple(self._plan)
 
     def render(self) -> Any:
-        """What was said last, as text."""
+        """Return the last observation."""
         if not self._said:
             raise ResetNeeded("call reset() before render()")
         return self._observe() if self.render_mode == "ansi" else None
 
     def close(self) -> None:
-        self._child.kill()
+        self._worker.kill()
         self._said = {}
 
     def _named(self, name: str) -> GameFile:
         found = next((game for game in self.games if game.name == name), None)
         if found is None:
-            raise ConfigError(f"there is no game {name!r} among the {len(self.games)} of this split")
+            raise ConfigError(f"game {name!r} is not one of the {len(self.games)} games of this split")
         return found
 
     def _load(self, game: GameFile, drawn: int) -> GameFile | None:
-        """Load a game; None for one that cannot be, which is said once."""
+        """Load a game; warn once and return None if it cannot be loaded."""
         expert_seed = drawn if self._expert == "handcoded" else None
         cache = None if self._cache is None else str(self._cache)
         arguments = (str(game.path), game.goal, self._upgrade, expert_seed, cache)
         self._plan = []
-        kind, value = self._child.call("load", *arguments, timeout=LOAD_TIMEOUT)
+        kind, value = self._worker.call("load", *arguments, timeout=LOAD_TIMEOUT)
         if kind == "ok":
             self._said = value
             return game
         if kind != "unplayable":
-            self._child.kill()
+            self._worker.kill()
             raise EnvCrashed(value)
         if game.path not in _reported:
             _reported.add(game.path)
-            warnings.warn(f"{game.path} cannot be played and is passed over: {value}", stacklevel=3)
+            warnings.warn(f"{game.path} cannot be played and is skipped: {value}", stacklevel=3)
         return None
 
     def _call(self, name: str, *arguments: Any, timeout: float) -> Any:
-        kind, value = self._child.call(name, *arguments, timeout=timeout)
+        kind, value = self._worker.call(name, *arguments, timeout=timeout)
         if kind != "ok":
-            self._child.kill()
+            self._worker.kill()
             raise EnvCrashed(value)
         return value
 
@@ -209,13 +216,8 @@ class AlfWorld(TextEnv):
 
 
 def _cache() -> Path | None:
-    """Where an index of games and translated games are kept; None on a machine without such a place."""
+    """Return the folder for the cached index and translated games; None if the machine has no such folder."""
     try:
         return datasets.derived_root() / "alfworld"
     except DataError:
         return None
-
-
-def _transportable(action: str) -> str:
-    """What JSON and UTF-8 can carry of an action: lone surrogates name nothing in any game."""
-    return action.encode("utf-8", "replace").decode()

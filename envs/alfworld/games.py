@@ -1,8 +1,7 @@
-"""Which games there are: the official layout of folders, the official filter, and an index of them.
+"""The games of a split: the official folder layout, the official filter, and a cached index.
 
-Invariant: game files are only ever read. A split is listed in one order, that of the names, wherever it lies; walking
-it happens once, since the index is kept apart from the games and holds as long as no game file comes, goes or changes.
-A process asks that of every file once, and afterwards of the tasks' folders alone.
+Invariant: game files are never written. The games of a split are sorted by name. The folder of a split is searched
+once; its index is stored apart from the games and is valid until a game file is added, removed or changed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from agentkit.envs.alfworld.keeping import keep
+from agentkit.envs.alfworld.cache import write_cached
 from agentkit.errors import ConfigError, DataError
 
 Split = Literal["train", "valid_seen", "valid_unseen"]
@@ -32,7 +31,7 @@ Task = Literal[
 ]
 SPLITS: tuple[Split, ...] = get_args(Split)
 TASKS: tuple[Task, ...] = get_args(Task)
-"""In the order of the official numbers, 1 to 6."""
+"""In the order of the official numbers 1 to 6."""
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 _VERSION = 2
 _TAIL = 64
@@ -41,7 +40,7 @@ _SOLVABLE = re.compile(rb'"solvable": (true|false)\}\s*$')
 
 @dataclass(frozen=True)
 class GameFile:
-    """One game: ``name`` is ``TASK-OBJECT-MOVABLE-RECEPTACLE-SCENE/trial_…``, below its split's folder."""
+    """One game; ``name`` is ``TASK-OBJECT-MOVABLE-RECEPTACLE-SCENE/trial_…``, relative to the folder of its split."""
 
     name: str
     path: Path
@@ -52,7 +51,7 @@ class GameFile:
 
     @property
     def goal(self) -> dict[str, object]:
-        """What is to be done, in the terms of ALFRED's ``traj_data.json``: the folder's name tells as much."""
+        """The goal in the terms of ALFRED's ``traj_data.json``, read from the folder's name."""
         task, thing, movable, receptacle, _ = self.name.partition("/")[0].split("-")
         looks = task == "look_at_obj_in_light"
         return {
@@ -66,14 +65,14 @@ class GameFile:
 
 
 def games(folder: Path, split: Split, index: Path | None = None) -> tuple[GameFile, ...]:
-    """The playable games of a split, by the official filter.
+    """Return the playable games of a split, by the official filter.
 
     Args:
-        folder: holds ``train``, ``valid_seen``, ``valid_unseen``, itself or in a ``json_…`` folder, as archives do.
-        index: a folder to keep the index in; None keeps it in memory only.
+        folder: contains ``train``, ``valid_seen``, ``valid_unseen``, directly or in a ``json_…`` folder as in archives.
+        index: folder of the cached index; None keeps it in memory only.
 
     Raises:
-        DataError: the split is not there, cannot be read, or holds no playable game.
+        DataError: the split is missing, cannot be read, or contains no playable game.
     """
     try:
         root = _root(folder, split)
@@ -83,7 +82,7 @@ def games(folder: Path, split: Split, index: Path | None = None) -> tuple[GameFi
 
 
 def count(folder: Path) -> Mapping[str, int]:
-    """Games of each split that is there."""
+    """Return the number of games of each split that exists."""
     return {split: len(games(folder, split)) for split in SPLITS if _roots(folder, split)}
 
 
@@ -100,13 +99,13 @@ def _root(folder: Path, split: Split) -> Path:
 
 
 def _folders(root: Path) -> tuple[tuple[str, int], ...]:
-    """The tasks' folders, and when each had a trial added or removed."""
+    """Return the folders of tasks, and when a trial was last added to or removed from each."""
     with os.scandir(root) as entries:
         return tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in entries if entry.is_dir()))
 
 
 def _fingerprint(root: Path, folders: tuple[tuple[str, int], ...]) -> str:
-    """Changes whenever a game file comes, goes, or is written anew."""
+    """Return a hash that changes whenever a game file is added, removed or rewritten."""
     files = []
     for folder, _ in folders:
         for trial in sorted(os.listdir(f"{root}/{folder}")):
@@ -125,15 +124,15 @@ def _listed(root: Path, folders: tuple[tuple[str, int], ...], index: Path | None
     if names is None:
         names = list(_playable(root))
         if kept is not None and names:
-            keep(kept, json.dumps(names).encode())
+            write_cached(kept, json.dumps(names).encode())
     if not names:
-        raise DataError(f"{root} holds no playable game: none of its {GAME} files is solvable and of a known task")
+        raise DataError(f"{root} holds no playable game: none of its {GAME} files has a known task and is solvable")
     return tuple(GameFile(name, root / name / GAME) for name in names)
 
 
 def _playable(root: Path) -> Iterator[str]:
     for folder in sorted(root.iterdir()):
-        # The official filter: neither movable receptacles nor slicing, a known task, solvable.
+        # The official filter: no movable receptacles, no slicing, a known task, solvable.
         if "movable" in folder.name or "Sliced" in folder.name or folder.name.partition("-")[0] not in TASKS:
             continue
         for path in sorted(folder.glob(f"*/{GAME}")):
@@ -142,7 +141,7 @@ def _playable(root: Path) -> Iterator[str]:
 
 
 def _solvable(path: Path) -> bool:
-    """What a game's file says; it is its last word, so that the rest need not be read."""
+    """Return whether a game file is marked as solvable. The mark is its last entry; the rest is not read."""
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - _TAIL))
         if said := _SOLVABLE.search(stream.read()):
@@ -150,11 +149,11 @@ def _solvable(path: Path) -> bool:
     try:
         return bool(json.loads(path.read_text("utf-8")).get("solvable"))
     except ValueError:
-        return True  # found out, and reported, when it is to be played
+        return True  # reported when the game is played
 
 
 def select(listed: tuple[GameFile, ...], tasks: str | Sequence[str] | None) -> tuple[GameFile, ...]:
-    """The games of a task, or of some. Raises ``ConfigError`` for a task that is unknown or has no game."""
+    """Return the games of one or several tasks. Raises ``ConfigError`` for a task that is unknown or has no game."""
     if tasks is None:
         return listed
     tasks = [tasks] if isinstance(tasks, str) else tasks
@@ -163,5 +162,5 @@ def select(listed: tuple[GameFile, ...], tasks: str | Sequence[str] | None) -> t
         raise ConfigError(f"tasks={list(tasks)}: the tasks are {', '.join(TASKS)}")
     chosen = tuple(game for game in listed if game.task in tasks)
     if not chosen:
-        raise ConfigError(f"tasks={list(tasks)}: there is no such game among {len(listed)}")
+        raise ConfigError(f"tasks={list(tasks)}: none of the {len(listed)} games of this split has such a task")
     return chosen

@@ -1,11 +1,11 @@
-"""agentkit's own games in ALFWorld's format: rooms, objects and goals drawn at random, over ALFRED's domain.
+"""Generator of agentkit's own games in ALFWorld's format: random rooms, objects and goals in ALFRED's domain.
 
-Invariant: a split and an index decide a game, bit for bit. Every game can be won: what its goal names is there, is not
-yet where it belongs, and can be brought there. The splits share no game, and ``valid_unseen`` shares no room.
+Invariant: the split and the index decide every byte of a game. Every game can be won: the objects of its goal exist,
+are not yet where they belong, and can be brought there. The splits share no game, and ``valid_unseen`` shares no room.
 
-The domain (``alfred.pddl``), the grammar (``alfred.twl2``), the goals and what fits where come with the ``alfworld``
-package; a game is written as ``TASK-OBJECT-None-RECEPTACLE-SCENE/trial_NUMBER/game.tw-pddl`` with its
-``traj_data.json``, as the official ones are.
+The domain (``alfred.pddl``), the grammar (``alfred.twl2``), the goals and the table of what fits where come from the
+``alfworld`` package. A game is written as ``TASK-OBJECT-None-RECEPTACLE-SCENE/trial_NUMBER/game.tw-pddl`` with its
+``traj_data.json``, like the official games.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld import alfworld_package
 from agentkit.envs.alfworld.games import GAME, SPLITS, TASKS, TRAJECTORY, Split, Task
 from agentkit.envs.alfworld.rooms import LAMP, LAMP_PLACES, LAMP_ROOMS, TEMPLATES, Kind, Scene, scene
 
 COUNTS: dict[Split, int] = {"train": 600, "valid_seen": 96, "valid_unseen": 96}
-"""Games of the collection; every sixth is of the same task. All of them, and the planner's libraries, fit into the
+"""Number of games of each split; every sixth has the same task. All games and the planner's libraries fit into the
 ``/tmp`` of a sandbox."""
 _SEEN_SCENES, _UNSEEN_SCENES = range(8), range(8, 12)
 _STATION = {
@@ -31,16 +31,16 @@ _STATION = {
     "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
     "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
 }
-"""Where an object gets the property that a task wants, and how what can have it is called."""
+"""Receptacle that gives an object the property that a task requires, and the name of the class of such objects."""
 _OPENABLE = ("Fridge", "Cabinet", "Microwave", "Drawer", "Safe")
 _MOST_OBJECTS = 3
 Name = TypeVar("Name", bound=str)
 _INSIDE = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}
-"""Receptacles that are parts of something, which their ids name first."""
+"""Receptacles that are parts of another one, whose name their ids start with."""
 
 
 class Goal(NamedTuple):
-    """What is to be done, in ALFRED's terms: ``receptacle`` is the lamp where a thing is to be looked at."""
+    """A goal in ALFRED's terms; ``receptacle`` is the lamp if an object is to be examined."""
 
     task: Task
     object: str
@@ -49,7 +49,7 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Game:
-    """A generated game: the folder it belongs to, and the contents of its two files."""
+    """A generated game: its folder, and the contents of its two files."""
 
     folder: str
     game: dict[str, Any]
@@ -68,7 +68,7 @@ def write(folder: Path) -> None:
 
 
 def generate(split: Split, index: int) -> Game:
-    """The ``index``-th game of a split."""
+    """Return the ``index``-th game of a split."""
     rng = np.random.default_rng([SPLITS.index(split), index])
     task: Task = TASKS[index % len(TASKS)]
     while True:
@@ -89,28 +89,28 @@ def _room(task: Task, split: Split, rng: np.random.Generator) -> Scene:
 
 
 def _goal(task: Task, room: Scene, rng: np.random.Generator) -> Goal | None:
-    """Something to do in a room; None if what was drawn has no place there."""
+    """Draw a goal for a room; None if the room has no place for it."""
     thing = _draw(TEMPLATES[room.kind].objects, rng)
     homes = [receptacle for receptacle in _homes(thing, room) if receptacle not in _STATION.get(task, ())]
-    if len(homes) < 2:  # one to be found in, and another to be brought to
+    if len(homes) < 2:  # one in which it is found, and another one to bring it to
         return None
     if task == "look_at_obj_in_light":
         return Goal(task, thing, LAMP) if set(LAMP_PLACES) & set(room.receptacles) else None
     if task in _STATION:
         station, property = _STATION[task]
-        if station not in room.receptacles or thing not in package.constants().VAL_ACTION_OBJECTS[property]:
+        if station not in room.receptacles or thing not in alfworld_package.constants().VAL_ACTION_OBJECTS[property]:
             return None
     return Goal(task, thing, _draw(homes, rng))
 
 
 def _homes(thing: str, room: Scene) -> list[str]:
-    """Types of receptacles of a room that may hold a thing, each once, in a fixed order."""
-    holders = package.constants().VAL_RECEPTACLE_OBJECTS
+    """Return the types of receptacles in a room that may contain an object, in a fixed order."""
+    holders = alfworld_package.constants().VAL_RECEPTACLE_OBJECTS
     return sorted({receptacle for receptacle in room.receptacles if thing in holders[receptacle]})
 
 
 def _part(goal: Goal, room: Scene) -> Split | None:
-    """The split that a goal in a room belongs to, if rooms alone do not decide."""
+    """Return the split of a goal in a room; None if the room alone decides it."""
     if room.number - TEMPLATES[room.kind].first_scene not in _SEEN_SCENES:
         return None
     names = "-".join((goal.task, goal.object, goal.receptacle, str(room.number))).encode()
@@ -118,7 +118,7 @@ def _part(goal: Goal, room: Scene) -> Split | None:
 
 
 class _Placed(NamedTuple):
-    """A thing in the room: its id, its type, and for an object the id of what it is in."""
+    """A thing in the room: its id, its type, and for an object the id of its receptacle."""
 
     id: str
     type: str
@@ -129,11 +129,11 @@ class _Placed(NamedTuple):
 def _written(goal: Goal, room: Scene, trial: str, rng: np.random.Generator) -> Game:
     places = _places(room, rng)
     things = list(_things(goal, room, places, rng))
-    templates = package.goals()[goal.task]["templates"]
+    templates = alfworld_package.goals()[goal.task]["templates"]
     names = {"obj": goal.object, "recep": goal.receptacle, "toggle": goal.receptacle, "mrecep": ""}
     sentence = templates[int(rng.integers(len(templates)))].format(**{key: name.lower() for key, name in names.items()})
-    ending = package.goals()[goal.task]["pddl"].replace("#", "-").format(**names)
-    domain, grammar = package.texts()
+    ending = alfworld_package.goals()[goal.task]["pddl"].replace("#", "-").format(**names)
+    domain, grammar = alfworld_package.texts()
     game = {
         "pddl_domain": domain,
         "grammar": grammar.replace("UNKNOWN GOAL", sentence),
@@ -158,7 +158,7 @@ def _written(goal: Goal, room: Scene, trial: str, rng: np.random.Generator) -> G
 
 
 def _places(room: Scene, rng: np.random.Generator) -> list[_Placed]:
-    """The receptacles of a room, each before a location of its own."""
+    """Return the receptacles of a room, each at its own location."""
     cells = rng.permutation(24 * 24)[: len(room.receptacles)]
     placed = []
     for name, cell in zip(room.receptacles, cells, strict=True):
@@ -170,7 +170,7 @@ def _places(room: Scene, rng: np.random.Generator) -> list[_Placed]:
 
 
 def _things(goal: Goal, room: Scene, places: list[_Placed], rng: np.random.Generator) -> Iterator[_Placed]:
-    """The objects of a room: those of the goal, away from where they are to be brought, and others anywhere."""
+    """Yield the objects of a room: those of the goal, away from their destination, and other objects anywhere."""
     template = TEMPLATES[room.kind]
     wanted = 2 if goal.task == "pick_two_obj_and_place" else 1
     others = [name for name in template.objects if name != goal.object]
@@ -187,13 +187,13 @@ def _things(goal: Goal, room: Scene, places: list[_Placed], rng: np.random.Gener
 
 def _inside(name: str, number: int, places: list[_Placed], rng: np.random.Generator) -> _Placed:
     place = places[int(rng.integers(len(places)))]
-    # Heights tell objects apart, wherever they are.
+    # Heights distinguish the ids of objects in one receptacle.
     x, z = (float(rng.uniform(-3, 3)) for _ in range(2))
     return _Placed(f"{name}_bar_{_position(x, 0.5 + number / 100, z)}", name, place.location, place.id)
 
 
 def _problem(name: str, places: list[_Placed], things: list[_Placed], ending: str) -> str:
-    constants = package.constants()
+    constants = alfworld_package.constants()
     holders, properties = constants.VAL_RECEPTACLE_OBJECTS, constants.VAL_ACTION_OBJECTS
     start = _location(0, 12)
     receptacle_types = sorted({place.type for place in places})
@@ -231,7 +231,7 @@ def _problem(name: str, places: list[_Placed], things: list[_Placed], ending: st
 
 
 def _position(*coordinates: float) -> str:
-    """Coordinates as ALFRED's ids write them, two digits before and after the point."""
+    """Return coordinates as in ALFRED's ids, with two digits before and after the decimal point."""
     texts = (f"{abs(value):05.2f}".replace(".", "_dot_") for value in coordinates)
     signs = ("minus" if value < 0 else "plus" for value in coordinates)
     return "_bar_".join(f"_{sign}_{text}" for sign, text in zip(signs, texts, strict=True))

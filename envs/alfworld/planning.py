@@ -1,9 +1,9 @@
-"""The planner's view of a game: what can matter to the goal, as a PDDL problem that starts where the game is now.
+"""The PDDL problem for the planner: the current state of a game, reduced to what can matter for the goal.
 
-Invariant: nothing that is left out can be part of a shortest plan. Things of other types than the goal's are never in
-the way (receptacles do not fill up), every place is one step from every other, and so a receptacle matters only if it
-is the goal's, holds a thing that matters, or does to things what the goal wants. Fast Downward then plans in
-milliseconds, where whole kitchens take it minutes.
+Invariant: nothing that is omitted can be part of a shortest plan. Objects of other types never block anything
+(receptacles do not fill up), and every place is one step from every other; so a receptacle matters only if it is the
+goal's, contains an object that matters, or changes objects as the goal requires. The reduction shortens planning from
+minutes to milliseconds.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from typing import NamedTuple
 
 _TYPE = re.compile(r"\w+type\b")
 _STATIONS = {"ishot": "microwavetype", "iscool": "fridgetype", "isclean": "sinkbasintype"}
-"""A property that a goal may want → the receptacles that give it."""
+"""A property that a goal may require → the receptacles that give it."""
 
 
 class Fact(NamedTuple):
-    """Something that holds: a predicate and the names that it is about, in small letters as Fast Downward has them."""
+    """A fact: a predicate and its arguments, in lower case as in Fast Downward."""
 
     predicate: str
     names: tuple[str, ...]
 
 
 def problem(facts: Iterable[Fact], types: Mapping[str, str], original: str) -> str:
-    """The reduced problem.
+    """Return the reduced problem.
 
     Args:
-        facts: everything that holds now.
+        facts: all facts of the current state.
         types: every name → its PDDL type.
-        original: the game's problem, whose goal it is.
+        original: the problem of the game, which contains the goal.
 
-    Raises ``ValueError`` if there is no goal.
+    Raises:
+        ValueError: the problem has no goal.
     """
     start = original.find("(:goal")
     if start < 0:
         raise ValueError("the game's problem has no (:goal ...)")
     goal = original[start:].lower()
-    facts = [fact for fact in facts if "@" not in fact.predicate]  # what Fast Downward derives, it derives again
+    facts = [fact for fact in facts if "@" not in fact.predicate]  # Fast Downward derives these facts again
     kept = _relevant(facts, goal) | {name for name, type in types.items() if type in ("agent", "rtype", "otype")}
     objects = "\n".join(f"{name} - {types[name]}" for name in sorted(kept))
     init = "\n".join(f"({' '.join((fact.predicate, *fact.names))})" for fact in facts if kept.issuperset(fact.names))
@@ -47,7 +48,7 @@ def problem(facts: Iterable[Fact], types: Mapping[str, str], original: str) -> s
 
 
 def _relevant(facts: list[Fact], goal: str) -> set[str]:
-    """Things, receptacles and locations that can matter."""
+    """Return the objects, receptacles and locations that can matter."""
 
     def pairs(predicate: str) -> list[tuple[str, str]]:
         return [(fact.names[0], fact.names[1]) for fact in facts if fact.predicate == predicate]

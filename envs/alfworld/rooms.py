@@ -1,6 +1,6 @@
-"""Rooms for generated games: which receptacles and objects a kitchen, a living room, a bedroom, a bathroom may have.
+"""Rooms of generated games: the receptacles and objects that a kitchen, living room, bedroom or bathroom may have.
 
-Invariant: a scene's number alone decides its receptacles, so that splits by scene are splits by room.
+Invariant: the number of a scene alone decides its receptacles, so splits by scene are splits by room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Kind = Literal["kitchen", "living room", "bedroom", "bathroom"]
 
 @dataclass(frozen=True)
 class Template:
-    """What a kind of room may hold: receptacles with the fewest and the most of them, and objects."""
+    """A kind of room: its receptacles with their smallest and largest number, and its objects."""
 
     first_scene: int
     receptacles: dict[str, tuple[int, int]]
@@ -76,7 +76,7 @@ LAMP_PLACES = ("Desk", "SideTable", "Dresser", "CoffeeTable")
 
 @dataclass(frozen=True)
 class Scene:
-    """One room: its number and the types of its receptacles, one for each that is there."""
+    """One room: its number, and the type of each of its receptacles."""
 
     number: int
     kind: Kind
@@ -84,7 +84,7 @@ class Scene:
 
 
 def scene(kind: Kind, index: int) -> Scene:
-    """The ``index``-th room of a kind."""
+    """Return the ``index``-th room of a kind."""
     template = TEMPLATES[kind]
     rng = np.random.default_rng([template.first_scene, index])
     receptacles: list[str] = []

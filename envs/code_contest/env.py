@@ -1,7 +1,7 @@
-"""Programming tasks, judged on hidden inputs.
+"""The CodeContest environment: programming tasks that are judged on hidden inputs.
 
-Invariant: expected outputs never leave this process: a program gets one input and is judged by what it wrote. A program
-that fails, takes too long or too much is wrong; a sandbox that fails is an ``EnvError``, never a score.
+Invariant: expected outputs never leave this process; a program gets only inputs. A program that fails or exceeds its
+limits is wrong; a sandbox that fails is an ``EnvError``, never a score.
 """
 
 from __future__ import annotations
@@ -13,34 +13,40 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from agentkit.envs.base import AsyncTextEnv, Info
-from agentkit.envs.code_contest.families import draw
 from agentkit.envs.code_contest.task import Case, Task
-from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
+from agentkit.envs.code_contest.task_families import draw
+from agentkit.envs.code_runner.runner import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
 from agentkit.envs.spaces import Text
-from agentkit.envs.tasks import Split, check_split, load
+from agentkit.envs.task_files import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _SHOWN = 500
-"""Characters of an input or output that feedback shows."""
+"""Characters of an input or output that an observation shows."""
 
 
 class CodeContest(AsyncTextEnv):
-    """Write a Python program that reads standard input and writes standard output; reward 1 if all hidden tests pass.
+    """Write a Python program that reads standard input and writes standard output.
+
+    Action space: a program, as text or in a fenced block.
+
+    Observation space: the task with examples; after a step, the first example that the program failed.
+
+    Rewards: 1 if all hidden tests pass, otherwise 0; with ``partial_credit`` the fraction of hidden tests passed.
 
     Args:
-        path: a file of tasks, one JSON object a line; None draws tasks of many kinds from the seed.
-        split: take tasks from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
-        max_turns: programs that may be handed in. All but the last are tried on the examples first, and what went
-            wrong there is told.
-        partial_credit: reward the share of hidden tests that the last program passed.
+        path: file of tasks with one JSON object per line; None draws tasks from the seed.
+        split: draw tasks from the ``"train"`` or the ``"test"`` part, which share no task; None draws from both.
+        max_turns: programs that may be submitted. All but the last run on the examples first, and the observation
+            shows the failure.
+        partial_credit: reward the fraction of hidden tests that the last program passed.
         time_limit: seconds of processor time of one run.
         memory: address space of the program, such as ``"256m"``.
-        backend: the sandboxes that programs run in: ``"docker"``, ``"local"``, or the name of another back end.
+        backend: back end of the sandboxes that run programs: ``"docker"``, ``"local"``, or another name.
 
     Raises:
         ValueError: an argument is out of range.
-        ConfigError: ``path`` holds no tasks, or ``memory`` is no size.
+        ConfigError: ``path`` contains no tasks, or ``memory`` is not a size.
     """
 
     instructions = (
@@ -49,7 +55,7 @@ class CodeContest(AsyncTextEnv):
         "Action: the whole program, and nothing else"
     )
     max_turns = 1
-    deterministic = False  # what a program does may depend on the time, and on whether that suffices
+    deterministic = False  # a program may depend on the time, or exceed its time limit
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class CodeContest(AsyncTextEnv):
         return "Correct." if success else "Wrong.", reward, True, False, info
 
     def expert(self) -> Iterator[str]:
-        """The program that the task was made with."""
+        """Yield the program that belongs to the task."""
         if self.task is None:
             raise ResetNeeded("call reset() before expert()")
         if self.task.solution is None:
@@ -136,15 +142,15 @@ class CodeContest(AsyncTextEnv):
             yield self.task.solution.strip()
 
     async def close(self) -> None:
-        await self._runner.give_back()
+        await self._runner.release()
 
     def _begun(self) -> None:
         self.policy_code_ran = True
 
     async def _judge(self, program: str, cases: tuple[Case, ...], *, all_of_them: bool) -> tuple[int, str]:
-        """How many cases ``program`` passes, and what went wrong in the last one that it failed.
+        """Return the number of cases that ``program`` passes, and the reason of the last failure.
 
-        Ends at the first that fails unless ``all_of_them``; at one that ran out of time, always.
+        Stops at the first failure unless ``all_of_them``, and always at a case that exceeded its time limit.
         """
         task = self.task
         assert task is not None
@@ -162,7 +168,7 @@ class CodeContest(AsyncTextEnv):
 
 
 def program_in(answer: str) -> str:
-    """The last fenced block of an answer, or all of it."""
+    """Return the last fenced block of an answer, or the whole answer."""
     blocks = _BLOCK.findall(answer)
     return blocks[-1] if blocks else answer
 

@@ -1,6 +1,6 @@
-"""A programming task, and when an output is the expected one.
+"""Programming tasks, and the comparison of outputs.
 
-Invariant: comparing is total: any text that a program wrote gets a verdict, in time linear in its length.
+Invariant: every text that a program can write gets a verdict, in time linear in its length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST_NUMBER = 400
 
 
 class Case(Strict):
-    """One input, and the output that belongs to it."""
+    """An input and its expected output."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -26,26 +26,26 @@ class Case(Strict):
 
 
 class Task(Strict):
-    """What is to be programmed. A line of a user's file has these fields."""
+    """A programming task: the fields of one line of a file."""
 
     model_config = ConfigDict(frozen=True)
 
     statement: str = Field(min_length=1)
     tests: tuple[Case, ...] = Field(min_length=1)
-    """Hidden: they decide the reward."""
+    """Hidden tests, which decide the reward."""
     examples: tuple[Case, ...] = ()
-    """Public: shown with the statement."""
+    """Public examples, shown with the statement."""
     compare: Compare = "tokens"
     tolerance: float = Field(default=1e-6, gt=0)
-    """For ``float``: the largest difference, absolute or relative to the expected number."""
+    """For ``float``: the largest absolute or relative difference from the expected number."""
     solution: str | None = None
-    """A program that solves it: the expert."""
+    """A program that solves the task, used by the expert."""
 
     def accepts(self, output: str, expected: str) -> bool:
-        """Whether ``output`` answers a test whose output is ``expected``.
+        """Return whether ``output`` is correct for a test with the output ``expected``.
 
-        ``tokens``: the same words, however they are separated. ``exact``: the same lines, but for blanks at their ends
-        and empty lines at the end. ``float``: like ``tokens``, but two numbers are the same within ``tolerance``.
+        ``tokens``: the same words with any separators. ``exact``: the same lines, except for blanks at their ends and
+        empty lines at the end. ``float``: like ``tokens``, but two numbers are equal within ``tolerance``.
         """
         if self.compare == "exact":
             return _lines(output) == _lines(expected)

@@ -1,8 +1,4 @@
-"""Countdown: one question, one answer, checked exactly.
-
-Invariant: an episode is one step. Reward 1 is earned exactly by an expression that uses every number once and equals
-the target; the answer is parsed, never executed.
-"""
+"""The Countdown environment."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from agentkit.envs.countdown.game import Split, Task, draw, solve
 from agentkit.envs.spaces import Text
 
 _EXAMPLES = ("7", "7 - 3", "(7 - 3) * 5", "(7 - 3) * 5 + 2", "(7 - 3) * 5 + 2 - 6", "(7 - 3) * 5 + 2 - 6 / 2")
-"""An expression of one number, of two, …: as many as a task has."""
+"""Examples of expressions with one number, two numbers, and so on."""
 _NUMBERS = 4
 
 
 def _rules(numbers: int) -> str:
-    """The rules for tasks of so many numbers; those of the default for a count that the constructor refuses."""
+    """Return the instructions for a count of numbers; the default ones if the count is invalid."""
     example = dict(enumerate(_EXAMPLES, 1)).get(numbers, _EXAMPLES[_NUMBERS - 1])
     return (
         "Combine the numbers into the target with + - * / and parentheses. "
@@ -32,13 +28,19 @@ def _rules(numbers: int) -> str:
 
 
 class Countdown(TextEnv):
-    """Reach a target from given numbers by arithmetic; reward 1 for a correct expression, else 0.
+    """Reach a target from given numbers by arithmetic. An episode is one step.
+
+    Action space: an arithmetic expression, which is parsed and never executed.
+
+    Observation space: the numbers and the target; after the step, whether and why the expression is wrong.
+
+    Rewards: 1 for an expression that uses every number once and equals the target exactly, otherwise 0.
 
     Args:
         numbers: how many numbers a task has.
         max_number: largest number.
         max_target: largest target; the smallest is 1.
-        split: take tasks from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
+        split: draw tasks from the ``"train"`` or the ``"test"`` part, which share no task; None draws from both.
         render_mode: ``"ansi"`` or None.
 
     Raises:
@@ -103,7 +105,7 @@ class Countdown(TextEnv):
         return self._text, float(success), True, False, {"success": success, "action_valid": True}
 
     def expert(self) -> Iterator[str]:
-        """One expression that solves the task."""
+        """Yield an expression that solves the task."""
         if self.task is None:
             raise ResetNeeded("call reset() before expert()")
         if not self._done:
@@ -112,12 +114,12 @@ class Countdown(TextEnv):
             yield solution
 
     def render(self) -> Any:
-        """The last observation (``ansi``)."""
+        """Return the last observation (``ansi``)."""
         return self._text if self.render_mode == "ansi" else None
 
 
 def _wrong(expression: Expression, task: Task) -> str:
-    """Why an expression is no solution."""
+    """Return why an expression is not a solution."""
     if expression.value == task.target:
         return "Wrong: every number must be used exactly once, and no other."
     value = str(expression.value)

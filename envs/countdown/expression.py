@@ -1,7 +1,7 @@
-"""Reads arithmetic that a model wrote, without ever executing it.
+"""Parser of arithmetic expressions that a model wrote; never executes them.
 
-Invariant: a text is either evaluated exactly (``Fraction``) or refused with ``ExpressionError``, in time bounded by the
-limits below; nothing of it reaches ``eval``, ``int`` of a long digit string, or deep recursion.
+Invariant: a text is either evaluated exactly (``Fraction``) or rejected with ``ExpressionError``, in time bounded by
+the limits below; it never reaches ``eval``, ``int`` of a long digit string, or deep recursion.
 
 Grammar::
 
@@ -29,7 +29,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """What a text evaluates to, and the numbers in it, in order."""
+    """The value of an expression, and the numbers in it in order."""
 
     value: Fraction
     numbers: tuple[int, ...]
@@ -39,7 +39,7 @@ def evaluate(text: str) -> Expression:
     """Evaluate ``text`` exactly.
 
     Raises:
-        ExpressionError: with what is wrong and where.
+        ExpressionError: the text is invalid; the message gives the reason and the position.
     """
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"the expression has {len(text)} characters; {MAX_LENGTH} are allowed")
@@ -63,7 +63,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Reader:
-    """Recursive descent over tokens, one method a rule."""
+    """Recursive-descent parser with one method per rule."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -71,7 +71,7 @@ class _Reader:
         self.numbers: list[int] = []
 
     def peek(self) -> str:
-        """The token to be read next, or an empty text at the end."""
+        """Return the next token, or an empty text at the end."""
         return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def take(self) -> str:

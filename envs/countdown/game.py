@@ -1,6 +1,6 @@
-"""Countdown tasks as symbols: drawing, checking and solving them.
+"""Countdown tasks: draw, check and solve.
 
-Invariant: every task that is drawn has a solution, since its target is computed from its numbers.
+Invariant: every drawn task has a solution, because its target is computed from its numbers.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from agentkit.envs.countdown.expression import Expression
 
 Split = Literal["train", "test"]
 TEST_SHARE = 0.2
-"""Share of all tasks that ``split="test"`` holds; training never sees them."""
+"""Fraction of all tasks in ``split="test"``, which are never trained on."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Combine all the numbers, each once, with + - * / into the target."""
+    """A task: combine all numbers, each once, with + - * / into the target."""
 
     numbers: tuple[int, ...]
     target: int
 
     @property
     def split(self) -> Split:
-        """The part that the task belongs to; the order of its numbers does not matter."""
+        """The part of the task; the order of its numbers does not matter."""
         text = f"{sorted(self.numbers)}={self.target}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
 
     def solved_by(self, expression: Expression) -> bool:
-        """Whether it uses exactly the task's numbers and equals the target exactly."""
+        """Return whether an expression uses exactly the task's numbers and equals the target exactly."""
         return expression.value == self.target and Counter(expression.numbers) == Counter(self.numbers)
 
 
 def draw(count: int, max_number: int, max_target: int, rng: np.random.Generator, split: Split | None = None) -> Task:
-    """Draw numbers in 1..``max_number``, combine them at random, and make the result the target.
+    """Draw numbers in 1..``max_number``, combine them at random, and use the result as the target.
 
     Raises:
         ValueError: no task with a target in 1..``max_target`` was found in 10,000 draws.
     """
     for _ in range(10_000):
-        # One call for all that an attempt needs: the numbers, then a pair and an operation for every fold.
+        # One draw for a whole attempt: the numbers, then a pair and an operation for each combination.
         draws = rng.random(count + 3 * (count - 1)).tolist()
         numbers = tuple(1 + int(draw * max_number) for draw in draws[:count])
         target = _combine(list(numbers), draws[count:])
@@ -62,7 +62,7 @@ def draw(count: int, max_number: int, max_target: int, rng: np.random.Generator,
 
 
 def _combine(values: list[int], draws: list[float]) -> int | None:
-    """Fold the values pair by pair with random operations; None once a quotient is no integer."""
+    """Combine the values pair by pair with random operations; None if a quotient is not an integer."""
     for k in range(0, len(draws), 3):
         left = values.pop(int(draws[k] * len(values)))
         right = values.pop(int(draws[k + 1] * len(values)))
@@ -82,7 +82,7 @@ def _combine(values: list[int], draws: list[float]) -> int | None:
 
 @dataclass(frozen=True)
 class _Term:
-    """A value, how it is written, and how tightly the writing binds: 1 a sum, 2 a product, 3 an atom."""
+    """A value, its text, and the precedence of the text: 1 a sum, 2 a product, 3 an atom."""
 
     value: Fraction
     text: str
@@ -93,7 +93,7 @@ class _Term:
 
 
 def solve(task: Task) -> str | None:
-    """An expression that solves the task, or None; tries every order, operation and bracketing."""
+    """Return an expression that solves the task, or None; tries every order, operation and bracketing."""
     return _solve([_Term(Fraction(number), str(number)) for number in task.numbers], Fraction(task.target), set())
 
 
@@ -115,7 +115,7 @@ def _solve(terms: list[_Term], target: Fraction, hopeless: set[tuple[Fraction, .
 
 
 def _joined(a: _Term, b: _Term) -> Iterator[_Term]:
-    """Every way to make one term of two."""
+    """Yield all terms that combine two terms."""
     yield _Term(a.value + b.value, f"{a.within(1)} + {b.within(1)}", 1)
     yield _Term(a.value * b.value, f"{a.within(2)} * {b.within(2)}", 2)
     for left, right in ((a, b), (b, a)):

@@ -1,7 +1,4 @@
-"""FrozenLake in words: the text layer over ``game.Lake``.
-
-Invariant: the text shows the whole state, one symbol a cell, separated by spaces, so that a tokenizer splits it evenly.
-"""
+"""The FrozenLake environment: the text interface of ``game.Lake``."""
 
 from __future__ import annotations
 
@@ -21,15 +18,21 @@ _SYMBOLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})
 
 
 class FrozenLake(TextEnv):
-    """Cross a frozen lake without falling into a hole; reward 1 at the goal, else 0.
+    """Cross a frozen lake without falling into a hole.
+
+    Action space: ``Left``, ``Down``, ``Right``, ``Up``. Other texts are invalid and change nothing.
+
+    Observation space: the whole map, one symbol per cell, separated by spaces.
+
+    Rewards: 1 at the goal, otherwise 0. The goal and a hole terminate the episode.
 
     Args:
-        size: rows and columns of the random maps.
-        p: probability that a cell is frozen, not a hole.
-        is_slippery: a move goes where it should with ``success_rate`` only, else to either side.
+        size: rows and columns of random maps.
+        p: probability that a cell is frozen.
+        is_slippery: a move succeeds only with probability ``success_rate``; otherwise it goes to either side.
         success_rate: see ``is_slippery``.
-        desc: a fixed map instead of random ones: rows over S (start), F (frozen), H (hole), G (goal).
-        split: take random maps from the ``"train"`` or the ``"test"`` part, which share no map; None takes any.
+        desc: a fixed map instead of random ones: rows of S (start), F (frozen), H (hole) and G (goal).
+        split: draw random maps from the ``"train"`` or the ``"test"`` part, which share no map; None draws from both.
         render_mode: ``"ansi"``, ``"rgb_array"`` or None.
 
     Raises:
@@ -109,7 +112,7 @@ class FrozenLake(TextEnv):
         return self._observe(), float(success), success or cell == "H", False, _info(success, True)
 
     def expert(self) -> Iterator[str]:
-        """Optimal moves: the whole way on ice that does not slip, else one move at a time."""
+        """Yield optimal moves: the whole path if the ice is not slippery, otherwise one move."""
         lake = self.lake
         if lake is None:
             raise ResetNeeded("call reset() before expert()")
@@ -125,7 +128,7 @@ class FrozenLake(TextEnv):
                 state = lake.neighbour(state, action)
 
     def render(self) -> Any:
-        """The text (``ansi``) or a picture, uint8 ``[rows * 32, columns * 32, 3]`` (``rgb_array``)."""
+        """Return the text (``ansi``) or a picture, uint8 ``[rows * 32, columns * 32, 3]`` (``rgb_array``)."""
         if self.lake is None:
             raise ResetNeeded("call reset() before render()")
         if self.render_mode == "ansi":
@@ -135,7 +138,7 @@ class FrozenLake(TextEnv):
         return None
 
     def _observe(self) -> str:
-        # Every cell is followed by one separator, so that the player's place in the text is twice its index.
+        # One separator follows every cell, so the position in the text is twice the index of the cell.
         assert self.lake is not None
         place = 2 * self.state
         symbol = {"H": "X", "G": "√"}.get(self.lake.cells[self.state], "P")

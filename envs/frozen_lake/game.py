@@ -1,7 +1,7 @@
-"""The lake as symbols: maps, dynamics, and the best policy. No text, no environment API.
+"""Maps, dynamics and optimal policy of FrozenLake, without text.
 
-Invariant: the dynamics are those of gymnasium 1.4's FrozenLake, number for number: the same transition probabilities
-and, for the same map and generator, the same random draws. A state is the index ``row * columns + column``.
+Invariant: the dynamics are exactly those of gymnasium 1.4's FrozenLake: the same transition probabilities and, for the
+same map and generator, the same random draws. A state is the index ``row * columns + column``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 LEFT, DOWN, RIGHT, UP = range(4)
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""Row and column change of each action."""
+"""Row and column offset of each action."""
 Split = Literal["train", "test"]
 TEST_SHARE = 0.2
-"""Share of all layouts that ``split="test"`` holds; training never sees them."""
+"""Fraction of all layouts in ``split="test"``, which are never trained on."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Lake:
     """A map with its dynamics.
 
     Args:
-        rows: strings over S (start), F (frozen), H (hole), G (goal), all of one length, as in gymnasium.
-        success_rate: probability of moving where one wants to; the two perpendicular directions share the rest.
-            1 is a lake that does not slip.
+        rows: strings of S (start), F (frozen), H (hole) and G (goal), all of one length, as in gymnasium. success_rate:
+        probability of moving in the intended direction; the two perpendicular directions share the rest. 1 is
+            a lake that is not slippery.
 
     Raises:
-        ValueError: not a rectangle over SFHG with at least one S and one G, or no probability.
+        ValueError: the map is not a rectangle of SFHG with at least one S and one G, or the rate is not a probability.
     """
 
     rows: tuple[str, ...]
@@ -58,15 +58,15 @@ class Lake:
 
     @cached_property
     def slip(self) -> float:
-        """Probability of each of the two perpendicular moves."""
+        """Probability of each of the two perpendicular directions."""
         return (1.0 - self.success_rate) / 2.0
 
     def start(self, rng: np.random.Generator) -> int:
-        """Draw a start cell, uniformly."""
+        """Draw a start cell uniformly."""
         return self.starts[min(int(rng.random() * len(self.starts)), len(self.starts) - 1)]
 
     def neighbour(self, state: int, action: int) -> int:
-        """The cell next to ``state``, or ``state`` itself at the rim."""
+        """Return the cell next to ``state``, or ``state`` itself at the border."""
         columns = len(self.rows[0])
         row, column = divmod(state, columns)
         row_change, column_change = MOVES[action]
@@ -76,11 +76,11 @@ class Lake:
         return row * columns + column
 
     def move(self, state: int, action: int, rng: np.random.Generator) -> int:
-        """Draw the next state. Holes and the goal are never left."""
+        """Draw the next state. Holes and the goal are absorbing."""
         if self.cells[state] in "HG":
             return state
         if self.success_rate < 1.0:
-            # In gymnasium's order of outcomes: the first whose cumulated probability exceeds the draw.
+            # As in gymnasium: the first outcome whose cumulative probability exceeds the draw.
             draw = rng.random()
             if draw < self.slip:
                 action = (action - 1) % 4
@@ -89,7 +89,7 @@ class Lake:
         return self.neighbour(state, action)
 
     def transitions(self, state: int, action: int) -> list[tuple[float, int]]:
-        """Outcomes of one move as ``(probability, next state)``, in gymnasium's order; equal ones are not merged."""
+        """Return the outcomes of a move as ``(probability, next state)``, in gymnasium's order and not merged."""
         if self.cells[state] in "HG":
             return [(1.0, state)]
         if self.success_rate >= 1.0:
@@ -101,11 +101,11 @@ class Lake:
 
     @cached_property
     def policy(self) -> tuple[int, ...]:
-        """The optimal action of every state, by value iteration; of equally good ones, the first.
+        """Return the optimal action of every state, by value iteration; the first one among equals.
 
-        What is optimal is the chance of reaching the goal, discounted by 0.999 a move: a detour of n moves must raise
-        the chance by more than about n thousandths. Without it the best policy on slippery ice can be to bump into a
-        wall for hundreds of moves, which no episode has the time for.
+        The objective is the probability of reaching the goal, discounted by 0.999 per move: a detour of n moves must
+        increase the probability by more than about n thousandths. Without the discount, the best policy on slippery ice
+        can be to move against a wall for hundreds of moves, more than an episode has.
         """
         count = len(self.cells)
         outcomes = [[self.transitions(state, action) for action in range(4)] for state in range(count)]
@@ -126,9 +126,9 @@ class Lake:
 def _iterate(
     probability: NDArray[np.float64], target: NDArray[np.intp], goal: NDArray[np.bool_], done: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Discounted chance of reaching the goal from each state; 1 on it."""
+    """Return the discounted probability of reaching the goal from each state; 1 at the goal."""
     value = goal.astype(np.float64)
-    for _ in range(20_000):  # contracts by 0.999 a round at the latest; far fewer are needed on real maps
+    for _ in range(20_000):  # contracts by at least 0.999 per iteration; real maps need far fewer
         following = np.where(done, goal, 0.999 * (probability * value[target]).sum(axis=2).max(axis=1))
         change = float(np.abs(following - value).max())
         value = following
@@ -138,7 +138,7 @@ def _iterate(
 
 
 def solvable(rows: Sequence[str]) -> bool:
-    """Whether some start reaches some goal without entering a hole."""
+    """Return whether a start reaches a goal without entering a hole."""
     columns = len(rows[0])
     cells = "".join(rows)
     open_cells = [i for i, cell in enumerate(cells) if cell == "S"]
@@ -161,17 +161,19 @@ def solvable(rows: Sequence[str]) -> bool:
 
 
 def split_of(rows: Sequence[str]) -> Split:
-    """The part that a layout belongs to, decided by its digest alone: no map is in both."""
+    """Return the part of a layout, decided by its digest alone."""
     digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
 
 
 def random_map(size: int, p: float, rng: np.random.Generator, split: Split | None = None) -> tuple[str, ...]:
-    """Draw a solvable square map: start top left, goal bottom right, every other cell frozen with probability ``p``.
+    """Draw a solvable square map: start at the top left, goal at the bottom right, other cells frozen with probability
+    ``p``.
 
     Raises:
-        ValueError: no such map was found in 10,000 draws (holes nearly everywhere, or so few layouts that the wanted
-            part of them is empty).
+        ValueError: no such map was found in 10,000 draws, because nearly all cells are holes or the part of the split
+        is
+            empty.
     """
     last = size * size - 1
     for _ in range(10_000):

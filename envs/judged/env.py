@@ -1,6 +1,6 @@
-"""Open questions: one answer, scored by a language model.
+"""The Judged environment: open questions whose answers a language model scores.
 
-Invariant: an episode is one step. The reward is the judge's score; without one there is an ``EnvError``, never a 0.
+Invariant: if the judge gives no score, the step raises an ``EnvError``; it never counts as 0.
 """
 
 from __future__ import annotations
@@ -15,43 +15,49 @@ from pydantic import ConfigDict, Field
 from agentkit.config import Strict
 from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.judged.judge import RUBRIC, Judge
-from agentkit.envs.tasks import Split, check_split, load
+from agentkit.envs.task_files import Split, check_split, load
 from agentkit.errors import ConfigError, EngineError
 
 LONGEST = 20_000
-"""Characters of an answer; a longer one scores 0 without being judged, so that none can overrun the judge."""
+"""Characters of an answer; a longer answer scores 0 and is not sent to the judge."""
 
 
 class Question(Strict):
-    """A question; a line of a user's file has these fields."""
+    """A question: the fields of one line of a file."""
 
     model_config = ConfigDict(frozen=True)
 
     question: str = Field(min_length=1)
     reference: str | None = None
-    """A correct answer, which the judge is shown, and the expert gives."""
+    """A correct answer, shown to the judge and given by the expert."""
 
 
 class Judged(AsyncTextEnv):
-    """Answer a question; the reward is the score, 0 to 1, that a language model gives.
+    """Answer an open question. An episode is one step.
+
+    Action space: the answer, any text of 1 to 20,000 characters.
+
+    Observation space: the question.
+
+    Rewards: the score from 0 to 1 that the judge gives.
 
     Args:
-        path: a file of questions, one JSON object a line.
+        path: file of questions with one JSON object per line.
         url: an OpenAI-compatible endpoint, such as ``"http://localhost:8000/v1"``; its key is ``OPENAI_API_KEY``.
-        model: the judge's name there.
-        rubric: what which score means, for the judge.
-        threshold: the least score that counts as a success.
+        model: name of the judge at the endpoint.
+        rubric: the meaning of scores, for the judge.
+        threshold: smallest score that counts as a success.
         timeout: seconds that a judgement may take.
-        split: take questions from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
+        split: draw questions from the ``"train"`` or the ``"test"`` part, which share none; None draws from both.
 
     Raises:
         ValueError: an argument is out of range.
-        ConfigError: ``path`` holds no questions, or ``url`` is no URL.
+        ConfigError: ``path`` contains no questions, or ``url`` is not a URL.
     """
 
     instructions = "Answer the question. Another model judges your answer.\nAction: the answer"
     max_turns = 1
-    deterministic = False  # a judge need not say the same twice
+    deterministic = False  # a judge may give different scores
 
     def __init__(
         self,
@@ -100,7 +106,7 @@ class Judged(AsyncTextEnv):
         return f"Score: {score:g}", score, True, False, info
 
     def expert(self) -> Iterator[str]:
-        """The reference answer."""
+        """Yield the reference answer."""
         if self.question is None:
             raise ResetNeeded("call reset() before expert()")
         if self.question.reference is None:

@@ -1,7 +1,7 @@
-"""A language model behind an OpenAI-compatible endpoint as the judge of answers.
+"""A language model behind an OpenAI-compatible endpoint that scores answers.
 
-Invariant: a score is a number that the judge gave, in the form it was asked for; whatever else comes back, or nothing,
-is an ``EnvError``. An answer stands between marks that it cannot know, so that it cannot pass for instructions.
+Invariant: a score is a number in the requested format; any other reply is an ``EnvError``. An answer is enclosed in
+marks that its author cannot know, so that it is not mistaken for instructions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import re
 
+from agentkit.envs.spaces import encodable
 from agentkit.errors import EngineError, EnvCrashed, EnvTimeout
 from agentkit.openai import ChatEndpoint
 from agentkit.types import Message
@@ -23,15 +24,15 @@ _MAX_TOKENS = 1024
 
 
 class Judge:
-    """Asks one model for scores between 0 and 1. Use it in one event loop."""
+    """Client of a judge that gives scores between 0 and 1. Use it in one event loop."""
 
     def __init__(self, url: str, model: str, *, rubric: str = RUBRIC, timeout_s: float = 20.0) -> None:
-        """``timeout_s`` bounds one judgement, with all that it takes to get it. Raises ``EngineError`` for no URL."""
+        """``timeout_s`` limits one judgement, including retries. Raises ``EngineError`` for an invalid URL."""
         self._endpoint = ChatEndpoint(url, model, timeout_s=timeout_s, retries=2)
         self._rubric, self._timeout_s = rubric, timeout_s
 
     async def score(self, question: str, answer: str, reference: str | None = None) -> float:
-        """The judge's score. A malformed verdict is asked for again. Raises ``EnvCrashed``, ``EnvTimeout``."""
+        """Return the judge's score; ask again after a malformed verdict. Raises ``EnvCrashed``, ``EnvTimeout``."""
         try:
             return await asyncio.wait_for(self._score(question, answer, reference), self._timeout_s)
         except asyncio.TimeoutError as error:
@@ -56,8 +57,8 @@ class Judge:
 
 
 def prompt(question: str, answer: str, reference: str | None, rubric: str) -> list[Message]:
-    """What the judge is asked. The marks around the answer are a digest of it, which no answer can contain."""
-    answer = answer.encode("utf-8", "replace").decode()
+    """Return the request to the judge. The marks around the answer are its digest, which it cannot contain."""
+    answer = encodable(answer)
     mark = hashlib.sha256(json.dumps([question, answer, reference]).encode()).hexdigest()[:16]
     known = "" if reference is None else f"\n\nA correct answer, for comparison:\n{reference}"
     return [
@@ -72,10 +73,10 @@ def prompt(question: str, answer: str, reference: str | None, rubric: str) -> li
 
 
 def verdict_in(text: str) -> float | None:
-    """The score in the last braces of a reply that name one; None if they hold no number from 0 to 1."""
+    """Return the score in the last JSON object with one; None if it is not a number from 0 to 1."""
     for form in reversed(_FORM.findall(text)):
         if '"score"' not in form:
-            continue  # braces of another kind, such as LaTeX's
+            continue  # other braces, such as LaTeX's
         try:
             score = json.loads(form)["score"]
         except (ValueError, LookupError, RecursionError):

@@ -1,7 +1,7 @@
-"""Mathematical problems with one answer, and Python to compute with if wanted.
+"""The Math environment: problems with one answer, optionally with Python as a tool.
 
-Invariant: answers of a known form are compared exactly; others as mathematics, in another process that an expression
-may at worst kill; code runs in a sandbox. Neither's failure is a score: it is an ``EnvError``.
+Invariant: answers in a known form are compared exactly, others symbolically in a worker process; code runs in a
+sandbox. A failure of the process or of the sandbox is an ``EnvError``, never a score.
 """
 
 from __future__ import annotations
@@ -13,35 +13,42 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from agentkit.envs.base import AsyncTextEnv, Info
-from agentkit.envs.math.forms import value_in_form
+from agentkit.envs.code_runner.runner import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
+from agentkit.envs.math.answer_forms import value_in_form
 from agentkit.envs.math.problems import Problem, draw
 from agentkit.envs.math.verifier import verifier
-from agentkit.envs.programs import SOURCE_LIMIT, Limits, Run, check_time_limit, runner
 from agentkit.envs.spaces import Text
-from agentkit.envs.tasks import Split, check_split, load
+from agentkit.envs.task_files import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
 
 _CODE = re.compile(r"\s*(?:python:(?P<plain>.*)|```(?:python|py)?[ \t]*\n(?P<fenced>.*?)```\s*)", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SHOWN = 4_000
-"""Bytes of a program's output that are told."""
+"""Bytes of a program's output that an observation shows."""
 
 
 class Math(AsyncTextEnv):
-    r"""Solve a problem; reward 1 for an answer that equals the known one and has the problem's form, else 0.
+    r"""Solve a mathematical problem.
+
+    Action space: ``\boxed{answer}`` in LaTeX; with ``tools`` also Python code, as ``python: CODE`` or a fenced block.
+
+    Observation space: the problem; then the output of a program, or whether the answer is correct.
+
+    Rewards: 1 for an answer that equals the known one and has the form that the problem asks for, otherwise 0. An
+    answer terminates the episode.
 
     Args:
-        path: a file of problems, one JSON object a line; None draws problems from the seed.
-        split: take problems from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
-        tools: whether Python may be used before answering.
-        max_turns: answers and uses of Python together; 1 without tools and 8 with them if None.
-        time_limit: seconds of processor time of one use of Python.
-        memory: its address space.
-        backend: the sandboxes that it runs in: ``"docker"``, ``"local"``, or the name of another back end.
+        path: file of problems with one JSON object per line; None draws problems from the seed.
+        split: draw problems from the ``"train"`` or the ``"test"`` part, which share no problem; None draws from both.
+        tools: allow Python before the answer.
+        max_turns: turns of an episode; if None, 1 without tools and 8 with them.
+        time_limit: seconds of processor time of one program.
+        memory: address space of one program.
+        backend: back end of the sandboxes that run programs: ``"docker"``, ``"local"``, or another name.
 
     Raises:
         ValueError: an argument is out of range.
-        ConfigError: ``path`` holds no problems, or math-verify is not installed.
+        ConfigError: ``path`` contains no problems, or math-verify is not installed.
     """
 
     instructions = (
@@ -50,7 +57,7 @@ class Math(AsyncTextEnv):
         "expression"
     )
     max_turns = 1
-    deterministic = True  # but for code that asks for the time or for randomness
+    deterministic = True  # except for programs that use the time or random numbers
 
     def __init__(
         self,
@@ -118,16 +125,16 @@ class Math(AsyncTextEnv):
         return "Correct." if success else "Wrong.", float(success), True, False, self._info(success)
 
     def expert(self) -> Iterator[str]:
-        """The known answer."""
+        """Yield the known answer."""
         if self.problem is None:
             raise ResetNeeded("call reset() before expert()")
         if not self._done:
             yield f"\\boxed{{{self.problem.answer}}}"
 
     async def close(self) -> None:
-        await self._verifier.give_back()
+        await self._verifier.release()
         if self._python is not None:
-            await self._python.give_back()
+            await self._python.release()
 
     async def _use_python(self, program: str) -> tuple[str, float, bool, bool, Info]:
         info: Info = {"success": False, "action_valid": False}
@@ -158,7 +165,7 @@ class Math(AsyncTextEnv):
 
 
 def answer_in(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}`` of a text, or all of it without one; None if that is no expression."""
+    r"""Return the content of the last ``\boxed{…}``, or the whole text; None if that is not one line of LaTeX."""
     boxes = list(_BOXED.finditer(text))
     if not boxes:
         answer = text.strip().strip("$").strip()
@@ -181,7 +188,7 @@ def _balanced(text: str) -> bool:
 
 
 def _told(run: Run) -> str:
-    """A program's end, as the model sees it."""
+    """Return the observation after a program ended."""
     output = run.stdout.rstrip() or "(nothing was printed)"
     if not run.failure:
         return f"Output:\n{output}"

@@ -1,7 +1,7 @@
-"""Mathematical problems with known answers, drawn at random.
+"""Random mathematical problems with known answers.
 
-Invariant: an answer is computed from the numbers that the problem was built of, exactly, and written in LaTeX; nothing
-here needs a computer algebra system.
+Invariant: an answer is computed exactly from the numbers of the problem and written in LaTeX, without a computer
+algebra system.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from agentkit.config import Strict
-from agentkit.envs.math.forms import Form, value_in_form
-from agentkit.envs.tasks import Split, part_of
+from agentkit.envs.math.answer_forms import Form, value_in_form
+from agentkit.envs.task_files import Split, part_of
 
 
 class Problem(Strict):
-    """A question and its answer. A line of a user's file has these fields."""
+    """A problem and its answer: the fields of one line of a file."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,9 +27,9 @@ class Problem(Strict):
     answer: str = Field(min_length=1)
     """In LaTeX."""
     topic: str = "problem"
-    """Successes are counted for each."""
+    """Successes are counted by topic."""
     form: Form | None = None
-    """What an answer must be beside equal; None asks for nothing more."""
+    """The form that an answer must have; None accepts any form."""
 
     @model_validator(mode="after")
     def _answer_has_the_form(self) -> Problem:
@@ -39,11 +39,11 @@ class Problem(Strict):
 
 
 Draw = Callable[[Callable[[int, int], int]], tuple[str, str]]
-"""Takes ``integer(low, high)``, both included; returns the question and its answer."""
+"""Takes ``integer(low, high)``, which includes both bounds; returns the problem and its answer."""
 
 
 def draw(rng: np.random.Generator, split: Split | None) -> Problem:
-    """A problem of any topic that belongs to ``split``."""
+    """Draw a problem of any topic in ``split``."""
 
     def integer(low: int, high: int) -> int:
         return int(rng.integers(low, high + 1))
@@ -56,7 +56,7 @@ def draw(rng: np.random.Generator, split: Split | None) -> Problem:
 
 
 def number(value: Fraction | int) -> str:
-    """A rational number in LaTeX."""
+    """Return a rational number in LaTeX."""
     value = Fraction(value)
     if value.denominator == 1:
         return str(value.numerator)
@@ -64,7 +64,7 @@ def number(value: Fraction | int) -> str:
 
 
 def polynomial(coefficients: list[int]) -> str:
-    """A polynomial in x in LaTeX; the coefficients begin with the constant."""
+    """Return a polynomial in x in LaTeX; the coefficients start with the constant."""
     text = ""
     for power in range(len(coefficients) - 1, -1, -1):
         factor = coefficients[power]

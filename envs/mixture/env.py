@@ -1,7 +1,7 @@
-"""Several environments in fixed ratios, each with its own rules, rewards and ends.
+"""The Mixture environment: several environments in fixed ratios.
 
-Invariant: an episode belongs to one domain, which the seed alone decides; what that domain's environment would say,
-reward and end on the same seed is passed on unchanged, with its rules before the first observation.
+Invariant: the seed alone decides the domain of an episode. The episode is the one that the domain's environment plays
+with the same seed; only its instructions are added before the first observation.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from agentkit.errors import ConfigError
 
 
 class Domain(Strict):
-    """One part of a mixture."""
+    """One domain of a mixture."""
 
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its share of the episodes, in proportion to the others'."""
+    """Relative frequency of its episodes."""
     reward_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its rewards are multiplied by this, so that no domain outweighs another."""
+    """Factor of its rewards, to balance domains with different rewards."""
     name: str | None = None
-    """What its metrics are called; its ``id`` if None."""
+    """Prefix of its metrics; its ``id`` if None."""
     sandbox: str | None = None
-    """The back end of a sandbox that it runs in."""
+    """Back end of its sandbox; None runs it in this process."""
 
     @property
     def label(self) -> str:
@@ -44,19 +44,21 @@ _DOMAINS = TypeAdapter(list[Domain])
 
 
 class Mixture(AsyncTextEnv):
-    """Draw an environment from the seed, and play an episode of it.
+    """Play an episode of an environment that the seed chooses.
+
+    Action space, observation space and rewards are those of the chosen environment.
 
     Args:
-        domains: the parts, each with ``id`` and, if need be, ``kwargs``, ``weight`` (1), ``reward_scale`` (1), ``name``
-            (the id) and ``sandbox`` (None).
+        domains: the environments, each with ``id`` and optionally ``kwargs``, ``weight`` (1), ``reward_scale`` (1),
+            ``name`` (the id) and ``sandbox`` (None).
 
     Raises:
-        ConfigError: the parts are malformed, or one of them needs a process of its own and has no sandbox.
-        RegistryError: there is no such environment.
+        ConfigError: the domains are malformed, or one of them needs a separate process and has no sandbox.
+        RegistryError: an environment is unknown.
     """
 
     instructions = "Each task comes with rules of its own. Follow those."
-    deterministic = False  # unless each of its parts is
+    deterministic = False  # overwritten if all domains are
 
     def __init__(self, *, domains: Sequence[Domain | dict[str, Any]] = ()) -> None:
         self.domains = _read(domains)
@@ -86,8 +88,8 @@ class Mixture(AsyncTextEnv):
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         await super().reset(seed=seed)
-        # From a generator of its own: the domain's environment begins with the same seed, and what it draws must not
-        # depend on that it was drawn. The last bound may be a rounding error below 1.
+        # A separate generator, because the domain's environment starts with the same seed and its draws must not depend
+        # on this one. The last bound may be a rounding error below 1.
         place = self.np_random.spawn(1)[0].random()
         drawn = min(int(np.searchsorted(self._bounds, place, "right")), len(self.domains) - 1)
         seed = int(self.np_random.integers(2**31)) if seed is None else seed
@@ -115,7 +117,7 @@ class Mixture(AsyncTextEnv):
         return observation, reward * domain.reward_scale, terminated, truncated, info
 
     def expert(self) -> Iterator[str]:
-        """The expert of the domain that was drawn."""
+        """Yield the actions of the chosen domain's expert."""
         if self._current is not None:
             yield from self._envs[self._current].expert()
 
@@ -132,7 +134,7 @@ class Mixture(AsyncTextEnv):
         if here is not None:
             return registry.make(domain.id, **here)
         assert domain.sandbox is not None
-        from agentkit.envs.sandboxed import SandboxedEnv
+        from agentkit.envs.isolation.env import SandboxedEnv
 
         env = SandboxedEnv(domain.id, domain.kwargs, sandbox=domain.sandbox)
         await env.start()
@@ -144,7 +146,7 @@ class Mixture(AsyncTextEnv):
             return await method(*arguments, **named)
         if env.concurrency == "inline":
             return method(*arguments, **named)
-        if self._thread is None:  # one for all its calls: an environment may be tied to its thread
+        if self._thread is None:  # one thread for all calls, because an environment may be tied to its thread
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixture")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: method(*arguments, **named))
@@ -174,7 +176,7 @@ def _check(domain: Domain) -> None:
     registry.check_arguments(domain.id, cls, arguments)
     if domain.sandbox is None and issubclass(cls, TextEnv) and cls.concurrency == "process":
         raise ConfigError(
-            f"{domain.id} needs a process of its own, since it may hang: give its domain a sandbox, such as "
+            f"{domain.id} needs a separate process, because it may hang; give its domain a sandbox, such as "
             "`sandbox: local`"
         )
 

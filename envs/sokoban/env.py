@@ -1,8 +1,4 @@
-"""Sokoban in words: the text layer over ``game.Sokoban``.
-
-Invariant: the text shows the whole position, the target under the player or a box included, one symbol or word a cell;
-coordinates, where asked for, repeat what it shows.
-"""
+"""The Sokoban environment: the text interface of ``game.Sokoban``."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ VOCABULARIES: dict[str, tuple[str, ...]] = {
     "letters": ("W", ".", "G", "B", "C", "A", "@"),
     "words": ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target"),
 }
-"""How wall, floor, target, box, box on target, player and player on target are written."""
+"""Symbols of wall, floor, target, box, box on target, player, and player on target."""
 _RULES = (
     "You are in a warehouse. Push every box onto a target. You can push one box at a time, and never pull.\n"
     "{legend}.\n"
@@ -46,21 +42,28 @@ def _rules(vocabulary: str, coordinates: bool) -> str:
 
 
 class Sokoban(TextEnv):
-    """Push all boxes onto targets; -0.1 a move, +1 and -1 for a box on and off a target, +10 at the end.
+    """Push all boxes onto targets.
+
+    Action space: ``Up``, ``Down``, ``Left``, ``Right``. Other texts are invalid: they cost a move and change nothing.
+
+    Observation space: the whole position, one symbol or word per cell; optionally also coordinates.
+
+    Rewards: -0.1 for each move, +1 for a box pushed onto a target, -1 for a box pushed off a target, +10 when all
+    boxes are on targets, which terminates the episode.
 
     Args:
-        rows: height of generated rooms, walls included.
-        columns: width of generated rooms, walls included.
-        boxes: boxes of generated rooms.
-        level: one fixed level as XSB text, instead of rooms.
-        levels: path of a collection of XSB levels (a Boxoban file, say) to draw from, instead of rooms.
-        split: take rooms or levels from the ``"train"`` or the ``"test"`` part, which share none; None takes any.
+        rows: height of generated rooms, including walls.
+        columns: width of generated rooms, including walls.
+        boxes: number of boxes in generated rooms.
+        level: one fixed level as XSB text, instead of generated rooms.
+        levels: path of a collection of XSB levels, such as a Boxoban file, instead of generated rooms.
+        split: draw from the ``"train"`` or the ``"test"`` part, which share no room; None draws from both.
         vocabulary: how cells are written: ``"symbols"``, ``"letters"`` or ``"words"``.
-        coordinates: tell the rows and columns of the player, the boxes and the targets as well, counted from 0.
+        coordinates: also show rows and columns of the player, the boxes and the targets, counted from 0.
         render_mode: ``"ansi"``, ``"rgb_array"`` or None.
 
     Raises:
-        ValueError: an argument is out of range, contradicts another, or is no level.
+        ValueError: an argument is out of range, contradicts another, or is not a level.
         OSError: ``levels`` cannot be read.
     """
 
@@ -136,13 +139,13 @@ class Sokoban(TextEnv):
         return self._observe(playing), reward, playing.solved, False, _info(playing.solved, True)
 
     def expert(self) -> Iterator[str]:
-        """Moves that solve the room: the fewest in small ones, close to that in others; none once it is lost."""
+        """Yield moves that solve the room (the fewest in small rooms); none if it can no longer be solved."""
         if self.game is None:
             raise ResetNeeded("call reset() before expert()")
         return (ACTIONS[direction] for direction in self.game.plan())
 
     def render(self) -> Any:
-        """The text (``ansi``) or a picture, uint8 ``[rows * 32, columns * 32, 3]`` (``rgb_array``)."""
+        """Return the text (``ansi``) or a picture, uint8 ``[rows * 32, columns * 32, 3]`` (``rgb_array``)."""
         if self.game is None:
             raise ResetNeeded("call reset() before render()")
         if self.render_mode == "ansi":
@@ -152,7 +155,7 @@ class Sokoban(TextEnv):
         return None
 
     def _drawn(self, texts: tuple[str, ...]) -> level.Level:
-        """A level of the collection, of the wanted part of it."""
+        """Draw a level of the collection from the chosen part."""
         for _ in range(10_000):
             drawn = _parsed(texts[int(self.np_random.integers(len(texts)))], str(self._collection))
             if self.split is None or split_of(drawn) == self.split:
@@ -160,7 +163,7 @@ class Sokoban(TextEnv):
         raise ValueError(f"{self._collection} holds no level of split={self.split!r}; it has {len(texts)} levels")
 
     def _begin(self, playing: game.Sokoban) -> None:
-        """Write the cells that never change once: symbols at even places, separators at odd ones."""
+        """Write the constant cells once: symbols at even positions, separators at odd ones."""
         room = playing.level
         self.game = playing
         self._still = []
@@ -195,7 +198,7 @@ def _parsed(text: str, where: str) -> level.Level:
 
 
 def _collection(path: Path) -> tuple[str, ...]:
-    """The texts of a file's levels."""
+    """Return the levels of a file as texts."""
     status = path.stat()
     texts = _read(path, status.st_mtime_ns, status.st_size)
     if not texts:
@@ -205,5 +208,5 @@ def _collection(path: Path) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> tuple[str, ...]:
-    # Shared by the environments of a process: a thousand of them would otherwise read a file a thousand times.
+    # Cached, so that all environments of a process read a file only once.
     return tuple(level.blocks(path.read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
-"""The rules of Sokoban, on a position that changes move by move.
+"""The rules of Sokoban on a position that changes with each move.
 
-Invariant: after any moves the boxes are as many as at first, no two things share a cell, and none stands in a wall.
+Invariant: the number of boxes is constant, no two objects share a cell, and none is in a wall.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from agentkit.envs.sokoban.solver import Board, OutOfBudget, solve
 STEP_REWARD = -0.1
 BOX_REWARD = 1.0
 FINISH_REWARD = 10.0
-# How hard to look for an expert's solution: weight of the bound, and positions. Optimal on small rooms, at most twice
-# as long as needed on usual ones, whatever is found on the largest.
+# Limits of the expert's search: weight of the bound, and positions. Optimal on small rooms, at most twice the
+# optimum on usual ones, any solution on the largest.
 _EFFORTS = ((1.0, 1_000), (2.0, 2_000), (4.0, 3_000), (30.0, 20_000))
 
 
@@ -22,7 +22,7 @@ class Sokoban:
     """A game in progress. ``player`` is a cell, ``boxes`` a bit set over cells."""
 
     def __init__(self, level: Level, solution: Sequence[int] = ()) -> None:
-        """Begin a level. ``solution``: moves that are known to solve it, for when the solver finds none in time."""
+        """Start a level. ``solution``: known moves that solve it, used if the solver finds none in time."""
         self.level = level
         self.player = level.player
         self.boxes = level.boxes
@@ -36,9 +36,11 @@ class Sokoban:
         return self.boxes == self.level.targets
 
     def move(self, direction: int) -> float:
-        """Walk or push; blocked moves change nothing. Returns the reward.
+        """Walk or push; blocked moves change nothing.
 
-        -0.1 for the move, +1 for a box pushed onto a target, -1 for one pushed off, +10 for the last one.
+        Returns:
+            The reward: -0.1 for the move, +1 for a box pushed onto a target, -1 for one pushed off, +10 for the last
+            one.
         """
         level = self.level
         player, boxes = _moved(level, self.player, self.boxes, level.moves[direction])
@@ -47,7 +49,7 @@ class Sokoban:
         return STEP_REWARD + BOX_REWARD * gained + (FINISH_REWARD if gained and self.solved else 0.0)
 
     def plan(self) -> Iterator[int]:
-        """Moves that solve the current position; none if it is lost (or beyond the solver's effort)."""
+        """Return moves that solve the current position; none if it is lost or exceeds the solver's limits."""
         player, boxes = self.player, self.boxes
         while boxes != self.level.targets:
             if (player, boxes) not in self._planned:
@@ -59,7 +61,7 @@ class Sokoban:
             player, boxes = _moved(self.level, player, boxes, self.level.moves[direction])
 
     def _search(self, player: int, boxes: int) -> None:
-        """Plan from a position on, as well as the efforts allow."""
+        """Plan from a position, within the limits of the search."""
         if self._board is None:
             self._board = Board(self.level)
         for weight, nodes in _EFFORTS:
@@ -74,14 +76,14 @@ class Sokoban:
 
 
 def _remember(level: Level, player: int, boxes: int, solution: Sequence[int], plan: dict[tuple[int, int], int]) -> None:
-    """Note the next move of every position along a solution."""
+    """Store the next move of every position along a solution."""
     for direction in solution:
         plan[player, boxes] = direction
         player, boxes = _moved(level, player, boxes, level.moves[direction])
 
 
 def _moved(level: Level, player: int, boxes: int, move: int) -> tuple[int, int]:
-    """Player and boxes after one move."""
+    """Return player and boxes after one move."""
     ahead, beyond = player + move, player + 2 * move
     if level.walls >> ahead & 1:
         return player, boxes

@@ -1,9 +1,9 @@
-"""Makes Sokoban rooms: carve, place, play backwards, prove.
+"""Generator of Sokoban rooms: carve, place, play backwards, solve.
 
 Invariant: a generated room comes with moves that solve it, and the same generator state gives the same room on every
-machine. A room is played backwards from its solved position by pulling boxes, which makes it solvable by construction;
-the solver then proves it independently, and only where it finds nothing in time (many boxes in a large room) does the
-backward play itself, turned round, stand as the solution.
+machine. A room is played backwards from its solved position by pulling boxes, so it is solvable by construction. The
+solver then finds a short solution; if it finds none in time (many boxes in a large room), the reversed backward play is
+the solution.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from agentkit.envs.sokoban.solver import Board, OutOfBudget, Push, solve, write_
 
 Split = Literal["train", "test"]
 TEST_SHARE = 0.2
-"""Share of all rooms that ``split="test"`` holds; training never sees them."""
+"""Fraction of all rooms in ``split="test"``, which are never trained on."""
 _ATTEMPTS = 2_000
 _PATIENCE = 50
-"""Attempts in which rooms of less than two pushes a box are refused as too easy; small ones may allow nothing more."""
+"""Attempts in which rooms with less than two pushes per box are rejected; small rooms may allow no more."""
 _PLAYS = 4
-"""Backward plays of one room, of which the hardest is kept: most single plays end close to where they began."""
+"""Backward plays of one room; the hardest one is used, because most end close to their start."""
 _PROOFS = ((4.0, 500), (30.0, 1_000))
-"""Efforts of the solver: weight of the bound, and positions."""
+"""Limits of the solver: weight of the bound, and positions."""
 
 
 class _Draws:
-    """Uniform integers from a generator, drawn in blocks: one call for each would cost more than the room."""
+    """Uniform integers from a generator, drawn in blocks, because single draws would dominate the time."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -43,7 +43,7 @@ class _Draws:
 
 
 def split_of(level: Level) -> Split:
-    """The part that a level belongs to, decided by the digest of its text: no level is in both."""
+    """Return the part of a level, decided by the digest of its text."""
     digest = hashlib.blake2b(level.text().encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
 
@@ -57,12 +57,12 @@ class Room:
 
 
 def generate(rows: int, columns: int, boxes: int, rng: np.random.Generator, split: Split | None = None) -> Room:
-    """Draw a solvable room of ``rows`` times ``columns`` cells, the wall around it included.
+    """Draw a solvable room of ``rows`` times ``columns`` cells, including the surrounding wall.
 
-    No box begins on a target.
+    No box starts on a target.
 
     Raises:
-        ValueError: no room was found in 2,000 attempts: the boxes do not fit.
+        ValueError: no room was found in 2,000 attempts, because the boxes do not fit.
     """
     draws = _Draws(rng)
     for attempt in range(_ATTEMPTS):
@@ -80,7 +80,7 @@ def generate(rows: int, columns: int, boxes: int, rng: np.random.Generator, spli
 
 
 def _proof(level: Level, pushes: list[Push]) -> tuple[int, ...]:
-    """A short solution from the solver or, where the room is too large for it, the backward play turned round."""
+    """Return a short solution from the solver, or the reversed backward play if the room is too large."""
     board = Board(level)
     for weight, nodes in _PROOFS:
         try:
@@ -93,7 +93,7 @@ def _proof(level: Level, pushes: list[Push]) -> tuple[int, ...]:
 
 
 def _carve(rows: int, columns: int, boxes: int, draws: _Draws) -> int:
-    """Floor cells of a connected room, as a bit set: a walker digs, turning now and then, sometimes two cells wide."""
+    """Return the floor of a connected room as a bit set, carved by a random walk that is sometimes two cells wide."""
     height, width = rows - 2, columns - 2
     wanted = min(height * width, max(2 * boxes + 3, height * width * (50 + draws.below(26)) // 100))
     row, column, direction = draws.below(height), draws.below(width), draws.below(4)
@@ -116,10 +116,11 @@ def _carve(rows: int, columns: int, boxes: int, draws: _Draws) -> int:
 def _play_backwards(
     rows: int, columns: int, floor: int, boxes: int, draws: _Draws
 ) -> tuple[int, Level | None, list[Push]]:
-    """Put boxes on targets, pull them about, and keep the position that is farthest from solved.
+    """Put boxes on targets, pull them at random, and select the position that is farthest from solved.
 
-    Returns its distance (the pushes that each box needs to its nearest target, added up), the level, and the pushes
-    that lead back; 0 and None if no position was met in which every box is off the targets.
+    Returns:
+        Its distance (the sum over boxes of the pushes to the nearest target), the level, and the pushes that lead back;
+        0 and None if in no position all boxes were off the targets.
     """
     cells = list(cells_of(floor))
     if len(cells) < boxes + 1:
@@ -149,8 +150,8 @@ def _play_backwards(
         move = board.moves[direction]
         placed ^= (1 << cell) ^ (1 << (cell + move))
         region = flood(1 << (cell + 2 * move), floor & ~placed, columns)
-        # The push that undoes the pull: from where the box is now, in the opposite direction (Up and Down, Left and
-        # Right are neighbours in the numbering).
+        # The push that reverts the pull: from the box's current cell, in the opposite direction (Up and Down, Left and
+        # Right have consecutive numbers).
         trail.append((cell + move, direction ^ 1))
         positions.append((placed, region))
         distance = 0 if placed & targets else sum(nearest[box] for box in cells_of(placed))
@@ -165,7 +166,7 @@ def _play_backwards(
 
 
 def _without_loops(positions: list[tuple[int, int]], steps: list[Push]) -> list[Push]:
-    """Leave out what only led back to a position; ``steps[k]`` leads from ``positions[k]`` to the next."""
+    """Remove loops that return to a position; ``steps[k]`` leads from ``positions[k]`` to the next one."""
     last = {position: k for k, position in enumerate(positions)}
     kept = []
     k = last[positions[0]]

@@ -1,7 +1,7 @@
-"""Sokoban levels: what they are made of, and the XSB text that the community exchanges them in.
+"""Sokoban levels and the XSB text format.
 
-Invariant: a level has a wall all round, one player, at least one box and as many boxes as targets. Cells are numbered
-row by row, ``row * columns + column``, so that a move is an addition; sets of cells are the bits of one integer.
+Invariant: a level has a wall on all sides, one player, at least one box and as many boxes as targets. Cells are
+numbered row by row, ``row * columns + column``, so a move is an addition; sets of cells are the bits of an integer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LEVEL_CHARACTERS = frozenset("# .$*@+-_")
 
 
 class LevelError(ValueError):
-    """A text is no Sokoban level."""
+    """The text is not a Sokoban level."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Level:
 
     @property
     def moves(self) -> tuple[int, int, int, int]:
-        """What Up, Down, Left and Right add to a cell."""
+        """Offsets of the cells in the directions Up, Down, Left and Right."""
         return (-self.columns, self.columns, -1, 1)
 
     def symbol(self, cell: int, player: int, boxes: int) -> str:
-        """The XSB character of a cell in some position of this level."""
+        """Return the XSB character of a cell in a position of this level."""
         bit = 1 << cell
         if self.walls & bit:
             return WALL
@@ -47,7 +47,7 @@ class Level:
         return TARGET if self.targets & bit else FLOOR
 
     def text(self) -> str:
-        """The level as XSB, one line a row."""
+        """Return the level as XSB, one line per row."""
         lines = (
             "".join(self.symbol(row * self.columns + column, self.player, self.boxes) for column in range(self.columns))
             for row in range(self.rows)
@@ -56,10 +56,10 @@ class Level:
 
 
 def parse(text: str) -> Level:
-    """Read one level. Short rows are filled up, a missing rim is added, floor out of the player's reach becomes wall.
+    """Parse one level. Short rows are padded, a missing wall is added, and unreachable floor becomes wall.
 
     Raises:
-        LevelError: an unknown character, no or several players, no box, or other than one target a box.
+        LevelError: an unknown character, not exactly one player, no box, or different numbers of boxes and targets.
     """
     lines = [line.rstrip().translate(_ALIASES) for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
@@ -78,12 +78,12 @@ def parse(text: str) -> Level:
 
 
 def _where(cells: str, symbols: str) -> int:
-    """The cells that hold one of some symbols, as a bit set."""
+    """Return the cells with one of the given symbols, as a bit set."""
     return sum(1 << cell for cell, symbol in enumerate(cells) if symbol in symbols)
 
 
 def _closed(lines: list[str]) -> list[str]:
-    """Rows of one length, walled all round, with wall in place of floor that the player cannot reach."""
+    """Return rows of equal length with walls on all sides and walls instead of unreachable floor."""
     width = max(map(len, lines), default=0)
     lines = ["#" * (width + 2), *(f"#{line.ljust(width)}#" for line in lines), "#" * (width + 2)]
     cells = "".join(lines)
@@ -95,14 +95,14 @@ def _closed(lines: list[str]) -> list[str]:
     outside = _where(cells, " ") & ~inside
     cells = "".join("#" if outside >> cell & 1 else symbol for cell, symbol in enumerate(cells))
     lines = [cells[start : start + width + 2] for start in range(0, len(cells), width + 2)]
-    # The added rim is needed only on the sides where the level is open.
+    # The added wall is kept only on the sides where the level is open.
     top, bottom = (int(set(lines[row]) == {"#"}) for row in (1, -2))
     left, right = (int({line[column] for line in lines} == {"#"}) for column in (1, -2))
     return [line[left : len(line) - right] for line in lines[top : len(lines) - bottom]]
 
 
 def flood(start: int, free: int, columns: int) -> int:
-    """The cells of ``free`` that are connected to the bit ``start``; a rim of walls keeps rows apart."""
+    """Return the cells of ``free`` that are connected to the bit ``start``; the walls at the sides separate rows."""
     reached, before = start, 0
     while reached != before:
         before = reached
@@ -111,9 +111,9 @@ def flood(start: int, free: int, columns: int) -> int:
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Split a collection into the texts of its levels: runs of lines that consist of level characters alone.
+    """Split a collection into the texts of its levels: sequences of lines that consist only of level characters.
 
-    Titles, comments (``; 12``) and blank lines stand between levels.
+    Titles, comments (``; 12``) and blank lines separate levels.
     """
     current: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -125,12 +125,12 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def count(folder: Path) -> dict[str, int]:
-    """How many levels the text files of a folder hold."""
+    """Return the number of levels in the text files of a folder."""
     return {"levels": sum(1 for path in folder.glob("*.txt") for _ in blocks(path.read_text(encoding="utf-8")))}
 
 
 def cells_of(bits: int) -> Iterator[int]:
-    """The cells of a bit set, in ascending order."""
+    """Yield the cells of a bit set in ascending order."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

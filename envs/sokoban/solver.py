@@ -1,10 +1,10 @@
-"""Solves Sokoban: A* over pushes, with the fewest moves or the fewest pushes.
+"""Solver for Sokoban: A* over pushes, minimizing moves or pushes.
 
-Invariant: a returned solution is legal and leaves every box on a target; with no node limit reached it is optimal in
-its metric, and None then means that no solution exists. Pruning removes positions that are provably lost, nothing else.
+Invariant: a returned solution is legal and leaves every box on a target. If the node limit was not reached, it is
+optimal in its metric, and None means that no solution exists. Only positions that are provably lost are pruned.
 
-A node is a position just after a push. The bound to go is the cheapest assignment of boxes to targets, where the
-distance of a box to a target counts pushes on the board without the other boxes; it never overestimates.
+A node is a position just after a push. The bound is the cheapest assignment of boxes to targets, where the distance of
+a box to a target is the number of pushes on the board without other boxes; it never overestimates.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Literal
 from agentkit.envs.sokoban.level import Level, cells_of
 
 FAR = 1 << 20
-"""A distance that no board has: the target cannot be reached."""
+"""A distance larger than all real ones: the target cannot be reached."""
 _ASSIGNED_BOXES = 5
-"""Up to so many boxes the bound is an exact assignment; beyond, each box takes its nearest target."""
+"""Up to this number of boxes the bound is an exact assignment; beyond it, each box takes its nearest target."""
 
 
 class OutOfBudget(Exception):
-    """The node limit was reached before an answer was found."""
+    """The node limit was reached without an answer."""
 
 
 Push = tuple[int, int]
@@ -31,7 +31,7 @@ Push = tuple[int, int]
 
 
 class Board:
-    """What a level's walls and targets say about pushing boxes, computed once."""
+    """Distances and dead cells of a level, computed once from its walls and targets."""
 
     def __init__(self, level: Level) -> None:
         self.level = level
@@ -42,25 +42,25 @@ class Board:
         count = level.rows * level.columns
         self.live = sum(1 << cell for cell in range(count) if any(table[cell] < FAR for table in self.distances))
         self._bounds: dict[int, int] = {}
-        # The four squares of two by two cells that a cell belongs to.
+        # The four squares of two by two cells that contain a cell.
         c = self.columns
         self._squares = [sum(1 << (corner + offset) for offset in (0, 1, c, c + 1)) for corner in range(count - c - 1)]
 
     def _pushes_to(self, target: int) -> list[int]:
-        """Fewest pushes of a lone box from each cell to ``target``, found by pulling it away from there."""
+        """Return the fewest pushes of a single box from each cell to ``target``, found by pulling it from there."""
         table = [FAR] * (self.level.rows * self.level.columns)
         table[target] = 0
         queue = [target]
         for cell in queue:
             for move in self.moves:
-                box, player = cell - move, cell - 2 * move  # before the push, box and player stood there
+                box, player = cell - move, cell - 2 * move  # cells of box and player before the push
                 if self.floor >> box & 1 and player >= 0 and self.floor >> player & 1 and table[box] == FAR:
                     table[box] = table[cell] + 1
                     queue.append(box)
         return table
 
     def bound(self, boxes: int) -> int:
-        """Pushes that are needed at least; ``FAR`` or more if some box can reach no target of its own."""
+        """Return a lower bound of the pushes; ``FAR`` or more if some box can reach no free target."""
         known = self._bounds.get(boxes)
         if known is None:
             known = self._bounds[boxes] = self._assign(list(cells_of(boxes)))
@@ -69,7 +69,7 @@ class Board:
     def _assign(self, boxes: list[int]) -> int:
         if len(boxes) > _ASSIGNED_BOXES:
             return sum(min(table[box] for table in self.distances) for box in boxes)
-        # Dynamic programming over sets of taken targets, one box after the other.
+        # Dynamic programming over sets of occupied targets, box by box.
         best = {0: 0}
         for box in boxes:
             following: dict[int, int] = {}
@@ -84,7 +84,7 @@ class Board:
         return min(best.values(), default=FAR)
 
     def stuck(self, box: int, boxes: int) -> bool:
-        """Whether the box at ``box`` stands in a square of walls and boxes that can never be opened again."""
+        """Return whether the box at ``box`` is in a square of walls and boxes that can never be opened again."""
         blocked = boxes | ~self.floor
         loose = boxes & ~self.level.targets
         for corner in (box, box - 1, box - self.columns, box - self.columns - 1):
@@ -94,7 +94,7 @@ class Board:
         return False
 
     def layers(self, player: int, boxes: int) -> list[int]:
-        """Cells that the player reaches in 0, 1, 2, … moves without pushing, as bit sets."""
+        """Yield the cells that the player reaches in 0, 1, 2, … moves without pushing, as bit sets."""
         free = self.floor & ~boxes
         frontier = seen = 1 << player
         found = []
@@ -108,7 +108,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Solution:
-    """Moves (0 Up, 1 Down, 2 Left, 3 Right) that solve a position, and how many positions were looked at."""
+    """Moves (0 Up, 1 Down, 2 Left, 3 Right) that solve a position, and the number of expanded positions."""
 
     moves: tuple[int, ...]
     pushes: int
@@ -124,15 +124,15 @@ def solve(
     weight: float = 1.0,
     max_nodes: int | None = None,
 ) -> Solution | None:
-    """Find a solution from a position; None if there is none.
+    """Find a solution from a position; return None if there is none.
 
     Args:
         board: the level's walls and targets.
         player: cell of the player.
         boxes: cells of the boxes, as a bit set.
-        metric: what to have as few of as possible.
+        metric: what to minimize.
         weight: of the bound; the solution costs at most ``weight`` times the optimum, and large weights are fast.
-        max_nodes: positions to expand at most.
+        max_nodes: largest number of positions to expand.
 
     Raises:
         OutOfBudget: ``max_nodes`` positions were expanded without an answer.
@@ -180,7 +180,7 @@ def solve(
 
 
 def _region(layers: list[int]) -> int:
-    """The player's region, whichever cell of it the player is in."""
+    """Return the canonical cell of the player's region."""
     region = 0
     for layer in layers:
         region |= layer
@@ -188,7 +188,7 @@ def _region(layers: list[int]) -> int:
 
 
 def _pushes(board: Board, boxes: int, layers: list[int]) -> Iterator[tuple[Push, int, int]]:
-    """Every push that can be made: box and direction, the walk to it, and the boxes after it."""
+    """Yield every possible push: box and direction, the walk to it, and the boxes after it."""
     region = _region(layers)
     allowed = board.live & ~boxes
     for box in cells_of(boxes):
@@ -206,7 +206,7 @@ def _unroll(
     start: tuple[int, int],
     nodes: int,
 ) -> Solution:
-    """Follow the parents back, then write every walk out."""
+    """Follow the parents back, and write out the walks."""
     pushes: list[Push] = []
     while (origin := parents[node]) is not None:
         node, push = origin
@@ -215,7 +215,7 @@ def _unroll(
 
 
 def write_out(board: Board, player: int, boxes: int, pushes: list[Push]) -> tuple[int, ...]:
-    """Turn pushes into single moves, with shortest walks between them."""
+    """Convert pushes to single moves, with shortest walks between them."""
     moves: list[int] = []
     for box, direction in pushes:
         move = board.moves[direction]
@@ -227,7 +227,7 @@ def write_out(board: Board, player: int, boxes: int, pushes: list[Push]) -> tupl
 
 
 def _walk(board: Board, player: int, goal: int, boxes: int) -> list[int]:
-    """A shortest walk from ``player`` to ``goal`` around the boxes."""
+    """Return a shortest walk from ``player`` to ``goal`` around the boxes."""
     layers = board.layers(player, boxes)
     distance = next(k for k, layer in enumerate(layers) if layer >> goal & 1)
     path = []

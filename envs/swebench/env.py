@@ -1,9 +1,9 @@
-"""SWE-bench as an environment: resolve an issue with a shell and an editor in a sandbox at the repository.
+"""The SWEBench environment: resolve an issue with a shell and an editor in a sandbox with the repository.
 
-Invariant: the score comes from a sandbox that the agent has never touched; of the agent's own only the difference to
-the first commit is taken there, by ``exec`` and not by the shell that the agent used. A sandbox that fails for an
-external cause, or before the agent acted, is an ``EnvError``. The agent's own sandbox failing otherwise is an
-``UnexplainedCrash``, and a patch under which two fresh sandboxes fail is not resolved.
+Invariant: the score comes from a sandbox that the agent never used; it receives only the agent's patch, which is read
+by ``exec`` and not by the agent's shell. A sandbox that fails for an external cause, or before the agent acted, is an
+``EnvError``; another failure of the agent's sandbox is an ``UnexplainedCrash``. A patch with which two fresh sandboxes
+fail is not resolved.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from pydantic import ValidationError
 
 from agentkit.envs.base import AsyncTextEnv, Info
 from agentkit.envs.spaces import Text
-from agentkit.envs.swebench import evaluation, instance, supply, tools
+from agentkit.envs.swebench import evaluation, instance, sandbox_pools, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
 from agentkit.envs.swebench.instance import Instance, Split
-from agentkit.envs.swebench.releases import store
+from agentkit.envs.swebench.releases import locations
 from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
 from agentkit.sandboxes.attribution import cause_of
 from agentkit.sandboxes.backend import Backend
-from agentkit.sandboxes.pool import Lease
+from agentkit.sandboxes.pool.pool import Lease
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.shell import Shell
 from agentkit.sandboxes.spec import Resources
 
 PATCH_LIMIT = 8 << 20
-"""Bytes of the largest patch that is graded."""
+"""Bytes of the largest patch that is evaluated."""
 _RULES = (
     "You are a software engineer at a shell, in a copy of a repository that is yours to change. Resolve the issue that "
     "you are given by changing the code; hidden tests decide. Changes to the tests themselves have no effect. There is "
     "no network. You have these tools:\n\n" + tools.USAGE
 )
-# Conda is how official images keep the packages that the repository needs.
+# Official images keep the packages of the repository in a conda environment.
 _ENTER = "[ ! -f /opt/miniconda3/bin/activate ] || . /opt/miniconda3/bin/activate testbed"
 _DIFF = r"""
 export GIT_INDEX_FILE="/tmp/.index-$$"
@@ -52,35 +52,42 @@ git ls-files -z --others --exclude-standard | grep -zv '/$' |
     git --literal-pathspecs add --ignore-errors --pathspec-from-file=- --pathspec-file-nul
 git diff-index --cached --patch --binary --no-color --no-ext-diff --no-textconv --no-renames {base}
 """
-"""The change since the first commit. From an index of its own: the agent's may be locked or lie. Without files that
-cannot be read and repositories inside, whose names end in a slash. ``diff-index`` obeys no setting of a diff's look."""
+"""Print the change since the first commit. Uses a separate index: the agent's may be locked or manipulated.
+Unreadable files and nested repositories (names that end in a slash) are excluded. ``diff-index`` ignores settings of
+the diff format."""
 _GIT_TIMEOUT = 120.0
 
 
 class SWEBench(AsyncTextEnv):
-    """Resolve issues of real repositories; 1 if the hidden tests pass after ``submit``, else 0.
+    """Resolve an issue of a real repository.
+
+    Action space: calls of the tools ``bash``, ``view``, ``create``, ``edit`` and ``submit``.
+
+    Observation space: the issue; then the result of each call.
+
+    Rewards: 1 if the hidden tests pass after ``submit``, otherwise 0.
 
     Args:
-        instances: the name of a data set (``agentkit data list``), a ``.parquet``, ``.jsonl`` or ``.json`` file of
-            SWE-bench, or a task repository; None: the tasks that ``agentkit data swe-from-releases`` built.
-        instance_ids: only these; None takes all.
-        split: only the ``"train"`` or the ``"test"`` part, which share no instance; None takes both.
-        backend: where sandboxes run: ``"docker"``, the name of another back end with images, or one that is started.
+        instances: name of a data set (``agentkit data list``), a ``.parquet``, ``.jsonl`` or ``.json`` file of
+            SWE-bench, or a task repository; None uses the tasks that ``agentkit data swe-from-releases`` built.
+        instance_ids: use only these instances; None uses all.
+        split: use only the ``"train"`` or the ``"test"`` part, which share no instance; None uses both.
+        backend: ``"docker"``, the name of another back end with images, or a started back end.
         resources: limits of a sandbox, fields of ``Resources`` (``memory``, ``cpus``, …).
         command_timeout: seconds that one command may take.
         time_limit: seconds that all commands of an episode may take together; then it is truncated.
         output_limit: characters of one observation.
         eval_timeout: seconds that the tests may take.
-        spares: fresh sandboxes that are kept ready for each of the images in use.
+        spares: fresh sandboxes kept ready for each image in use.
 
     Raises:
-        ConfigError, DataError: there are no such instances, or an argument is out of range.
+        ConfigError, DataError: no instance was found, or an argument is out of range.
     """
 
     instructions = _RULES
     max_turns = 30
     actions_per_turn = 1
-    deterministic: ClassVar[bool] = False  # what commands print may hold times and addresses
+    deterministic: ClassVar[bool] = False  # output of commands may contain times and addresses
 
     def __init__(
         self,
@@ -102,20 +109,20 @@ class SWEBench(AsyncTextEnv):
                 raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
         if output_limit < 100 or spares < 0:
             raise ConfigError(f"output_limit={output_limit} must be at least 100, and spares={spares} not negative")
-        path = store.find(instances)
+        path = locations.find(instances)
         self.instances = _chosen(instance.load(path), instance_ids, split, path)
-        """What episodes are drawn from."""
+        """The instances that episodes are drawn from."""
         self.instance: Instance | None = None
-        """The present task."""
+        """The instance of the current episode."""
         self.action_space = Text(examples=("bash ls", "bash git log --oneline", "view setup.py 1 20", "edit"))
         self._backend, self._spares = backend, spares
         try:
             self._resources = Resources(**(resources or {}))
         except (TypeError, ValidationError) as error:
-            raise ConfigError(f"resources={resources!r} are no limits of a sandbox: {error}") from None
+            raise ConfigError(f"resources={resources!r} are not limits of a sandbox: {error}") from None
         self._command_timeout, self._time_limit = command_timeout, time_limit
         self._output_limit, self._eval_timeout = output_limit, eval_timeout
-        self._supply: supply.Supply | None = None
+        self._pools: sandbox_pools.SandboxPools | None = None
         self._lease: Lease | None = None
         self._shell: Shell | None = None
         self._base = ""
@@ -127,28 +134,30 @@ class SWEBench(AsyncTextEnv):
         return "backend"
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
-        """Start with a fresh sandbox; ``options={"instance_id": …}`` chooses the task, else the seed does."""
+        """Start an episode in a fresh sandbox; ``options={"instance_id": …}`` or the seed chooses the instance."""
         await super().reset(seed=seed)
         await self._put_away()
         task = self._drawn(options or {})
-        if self._supply is None:
-            self._supply = supply.join(self._backend, self._spares)
+        if self._pools is None:
+            self._pools = sandbox_pools.acquire_pools(self._backend, self._spares)
         try:
-            self._lease = await self._supply.take(supply.spec_of(task, self._resources))
+            self._lease = await self._pools.acquire(sandbox_pools.spec_of(task, self._resources))
             box = self._lease.box
             self._shell = await box.shell(cwd=REPOSITORY, env=ENVIRONMENT)
             await self._shell.run(_ENTER, check=True)
             self._base = (await box.exec("git rev-parse HEAD", cwd=REPOSITORY, check=True)).stdout.strip()
         except ImageError as error:
             await self._put_away()
-            ours = task.image.startswith(store.IMAGES)
-            remedy = f"`{store.BUILD}` builds it" if ours else "it is pulled from its registry, or made by `swebench`"
+            ours = task.image.startswith(locations.IMAGES)
+            remedy = (
+                f"`{locations.BUILD}` builds it" if ours else "it is pulled from its registry, or made by `swebench`"
+            )
             raise ImageError(f"{task.id} needs the image {task.image}; {remedy} ({error})", image=task.image) from error
         except SandboxError as error:
             await self._put_away()
             if not error.retryable:
                 raise
-            raise EnvCrashed(f"there is no sandbox for {task.id}: {error}") from error
+            raise EnvCrashed(f"no sandbox for {task.id}: {error}") from error
         except BaseException:
             await self._put_away()
             raise
@@ -182,7 +191,7 @@ class SWEBench(AsyncTextEnv):
         return observation, 0.0, False, over, self._info()
 
     def expert(self) -> Iterator[str]:
-        """Apply the reference solution, then submit."""
+        """Yield the reference solution as a command, then ``submit``."""
         if self.instance is None:
             raise ResetNeeded("call reset() before expert()")
         if not self._solved_by_expert:
@@ -190,17 +199,17 @@ class SWEBench(AsyncTextEnv):
         yield "submit"
 
     async def close(self) -> None:
-        held, self._supply = self._supply, None
+        held, self._pools = self._pools, None
         try:
             await self._put_away()
         finally:
             if held is not None:
-                await supply.leave(held)
+                await sandbox_pools.release_pools(held)
 
     async def _use(self, call: tools.Bash | tools.View | tools.Create | tools.Edit, shell: Shell, lease: Lease) -> str:
         if isinstance(call, tools.Bash):
             timeout = min(self._command_timeout, max(self._time_limit - self._spent, 0.1))
-            # A character takes up to four bytes; what is kept beyond the limit is clipped afterwards.
+            # A character takes up to four bytes; the text is clipped to the limit afterwards.
             result = await shell.run(call.command, timeout=timeout, output_limit=4 * self._output_limit)
             if result.session_restarted:
                 await shell.run(_ENTER, check=True)
@@ -211,8 +220,8 @@ class SWEBench(AsyncTextEnv):
         return tools.clip(await tools.use_editor(lease.box.files, placed, self._output_limit), self._output_limit)
 
     async def _graded(self, task: Instance) -> Verdict:
-        """Take the agent's patch, give its sandbox up, and evaluate the patch in another."""
-        assert self._supply is not None
+        """Read the agent's patch, remove its sandbox, and evaluate the patch in another one."""
+        assert self._pools is not None
         assert self._lease is not None
         quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
         try:
@@ -222,7 +231,7 @@ class SWEBench(AsyncTextEnv):
         except SandboxError as error:
             raise await self._failed(error, self._lease) from error
         await self._put_away()
-        # An agent that broke its repository, or filled it, has no patch: that is its own doing.
+        # An agent that broke its repository, or filled its disk, has no patch.
         if not taken.ok or not taken.stdout_bytes.strip():
             return Verdict("no patch")
         if taken.truncated:
@@ -236,15 +245,15 @@ class SWEBench(AsyncTextEnv):
 
     @contextlib.asynccontextmanager
     async def _grader(self, task: Instance) -> AsyncIterator[Sandbox]:
-        """A fresh sandbox to evaluate a patch in; waiting for it is not the policy's time."""
-        assert self._supply is not None
+        """Provide a fresh sandbox for an evaluation; waiting for it does not count as the policy's time."""
+        assert self._pools is not None
         self.policy_code_ran = False
-        async with self._supply.fresh(supply.spec_of(task, self._resources)) as box:
+        async with self._pools.fresh(sandbox_pools.spec_of(task, self._resources)) as box:
             self.policy_code_ran = True
             yield box
 
     async def _failed(self, error: SandboxError, lease: Lease) -> EnvCrashed:
-        """Give the agent's sandbox up, and say who is responsible for its failure."""
+        """Remove the agent's sandbox, and return the error for its failure."""
         cause = await cause_of(error, lease.box)
         await self._put_away()
         name = "" if self.instance is None else f" of {self.instance.id}"
@@ -258,7 +267,7 @@ class SWEBench(AsyncTextEnv):
             return self.instances[int(self.np_random.integers(len(self.instances)))]
         found = next((task for task in self.instances if task.id == wanted), None)
         if found is None:
-            raise ValueError(f"there is no instance {wanted!r} among the {len(self.instances)} of this environment")
+            raise ValueError(f"instance {wanted!r} is not one of the {len(self.instances)} of this environment")
         return found
 
     async def _put_away(self) -> None:
@@ -291,7 +300,7 @@ def _chosen(tasks: list[Instance], ids: Sequence[str] | None, split: Split | Non
 
 
 def _expert_action(task: Instance) -> str:
-    """The reference solution as an action."""
+    """Return the reference solution as an action."""
     mark = "END_OF_PATCH"
     while mark in task.patch:
         mark += "_"
@@ -299,7 +308,7 @@ def _expert_action(task: Instance) -> str:
 
 
 def _told(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as plain data."""
+    """Return a verdict as plain data."""
     report = verdict.report
     if report is None:
         return {"outcome": verdict.outcome}

@@ -1,8 +1,8 @@
-"""Runs the official evaluation of a patch in a sandbox that nobody has used before.
+"""Run the official evaluation of a patch in a fresh sandbox.
 
-Invariant: what decides (commands, script, grading) is the host's and the ``swebench`` package's; the sandbox only runs
-the tests. A patch that does not apply, breaks the tests, never ends or uses up the memory is not resolved, nor is one
-under which two sandboxes fail without an external cause on record. Other failures of a sandbox are ``SandboxError``.
+Invariant: commands, script and grading belong to the host and the ``swebench`` package; the sandbox only runs the
+tests. A patch is not resolved if it does not apply, breaks the tests, never ends, uses up the memory, or if two
+sandboxes fail with it without a recorded external cause. Other failures of a sandbox are ``SandboxError``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from agentkit.sandboxes.sandbox import Sandbox
 
 REPOSITORY = "/testbed"
 ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-"""Of everything that runs in a sandbox of an instance. Tests that depend on the first two would pass by luck. Official
-scripts install the repository again: without a network pip must take the build backend that is there (it reads the
-last one as "no isolation: yes")."""
+"""Environment variables of all programs in a sandbox of an instance. Tests that depend on the first two would pass by
+chance. Official scripts reinstall the repository: without a network pip must use the installed build backend (it reads
+the last variable as "no isolation: yes")."""
 LOG_LIMIT = 32 << 20
 _PATCH, _SCRIPT = "/tmp/patch.diff", "/tmp/eval.sh"
 _APPLY_TIMEOUT = 120.0
@@ -45,12 +45,12 @@ Outcome = Literal[
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a patch did."""
+    """The result of an evaluation."""
 
     outcome: Outcome
     report: Report | None = None
     log: str = ""
-    """What the evaluation printed."""
+    """Output of the evaluation."""
 
     @property
     def resolved(self) -> bool:
@@ -60,9 +60,10 @@ class Verdict:
 async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: bytes, timeout: float) -> Verdict:
     """Apply ``patch`` in a fresh sandbox of the instance and run its tests, for at most ``timeout`` seconds.
 
-    A patch is bytes, as the files that it changes may be in any encoding.
+    A patch is bytes, because the changed files may have any encoding.
 
-    Raises ``SandboxError`` if the sandbox failed.
+    Raises:
+        SandboxError: the sandbox failed.
     """
     if not patch.strip():
         return Verdict("no patch")
@@ -79,9 +80,10 @@ async def evaluate(box: Sandbox, row: Mapping[str, Any], patch: bytes, timeout: 
 async def evaluate_twice(
     fresh: Callable[[], AbstractAsyncContextManager[Sandbox]], row: Mapping[str, Any], patch: bytes, timeout: float
 ) -> Verdict:
-    """``evaluate`` in a sandbox of ``fresh``, and in another if the first one fails.
+    """Run ``evaluate`` in a sandbox of ``fresh``, and in another one if the first fails.
 
-    Raises ``SandboxError`` if no sandbox can be made, or if several failed for external causes.
+    Raises:
+        SandboxError: no sandbox can be created, or several failed for external causes.
     """
     external = unexplained = 0
     while True:
@@ -103,7 +105,7 @@ async def evaluate_twice(
 
 
 async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str | None:
-    """What the evaluation script prints in this sandbox as it is; None if it does not end in time."""
+    """Return the output of the evaluation script in this sandbox; None if it exceeds the time limit."""
     await box.files.write(_SCRIPT, await asyncio.to_thread(grading.eval_script, row))
     command = f"exec /bin/bash {_SCRIPT} 2>&1"
     result = await box.exec(command, cwd=REPOSITORY, env=ENVIRONMENT, timeout=timeout, output_limit=LOG_LIMIT)
@@ -113,10 +115,10 @@ async def run_tests(box: Sandbox, row: Mapping[str, Any], timeout: float) -> str
 
 
 async def apply(box: Sandbox, patch: bytes) -> bool:
-    """Whether ``patch`` could be applied, by one of the official commands."""
+    """Return whether one of the official commands applied ``patch``."""
     await box.files.write(_PATCH, patch)
     for attempt, command in enumerate(await asyncio.to_thread(grading.apply_commands)):
-        if attempt:  # a failed attempt may leave half of the patch behind
+        if attempt:  # a failed attempt may leave parts of the patch behind
             await box.exec("git checkout -- . ; git clean -fd", cwd=REPOSITORY, timeout=_APPLY_TIMEOUT)
         if (await box.exec(f"{command} {_PATCH}", cwd=REPOSITORY, timeout=_APPLY_TIMEOUT)).ok:
             return True

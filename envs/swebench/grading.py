@@ -1,8 +1,8 @@
-"""Whether a test log says that an instance is resolved, as the official evaluation decides it.
+"""Grade a test log as the official evaluation does.
 
-Invariant: every decision is the ``swebench`` package's own: its test specification and evaluation script, its parsers,
-its cross-check of the exit code, its rules for FAIL_TO_PASS and PASS_TO_PASS. Nothing here runs anything. One thing is
-stricter: nothing of a patch's text reaches the log that is read, where it could stand for results.
+Invariant: all decisions are made by the ``swebench`` package: test specification, evaluation script, parsers, check of
+the exit code, and the rules for FAIL_TO_PASS and PASS_TO_PASS. Nothing is executed here. One rule is stricter: no text
+of a patch reaches the log, where it could imitate results.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from agentkit.envs.swebench.instance import EXTRA
 from agentkit.errors import ConfigError
 
 _SHOWS_THE_PATCH = re.compile(r"^git (status|show|(-c core\.fileMode=false )?diff( .*)?)$", re.MULTILINE)
-"""Commands of an evaluation script that print what the agent wrote, for people who read logs. The official readers take
-the first marks that they find, and a carriage return for the end of a line: in a change log alone an agent could write
-down that all tests passed."""
+"""Commands of an evaluation script that print text of the agent, for readers of logs. The official parsers use the
+first marks that they find and treat a carriage return as a line end, so an agent could otherwise write that all tests
+passed into a change log."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the tests said."""
+    """The result of the tests."""
 
     resolved: bool
     graded: bool
-    """The log holds results: the tests ran to their end, and their exit code agrees with what they printed."""
+    """Whether the log is complete: the tests ran to the end, and their exit code agrees with their output."""
     fixed: int = 0
-    """FAIL_TO_PASS tests that pass."""
+    """Number of FAIL_TO_PASS tests that pass."""
     to_fix: int = 0
-    """FAIL_TO_PASS tests."""
+    """Number of FAIL_TO_PASS tests."""
     broken: int = 0
-    """PASS_TO_PASS tests that do not pass any more."""
+    """PASS_TO_PASS tests that no longer pass."""
     suspicion: str | None = None
-    """A sign of a broken machine rather than a wrong patch; advisory, as in the official report."""
+    """A sign of a broken machine instead of a wrong patch; advisory, as in the official report."""
 
 
 @functools.cache
 def official() -> SimpleNamespace:
-    """The parts of ``swebench`` that are used. Takes seconds the first time. Raises ``ConfigError`` without it."""
+    """Return the parts of ``swebench`` that are used; slow at first. Raises ``ConfigError`` without it."""
     try:
         from swebench.harness import grading, utils
         from swebench.harness.log_parsers import PARSER_REGISTRY
@@ -64,23 +64,23 @@ def official() -> SimpleNamespace:
 
 
 def apply_commands() -> tuple[str, ...]:
-    """The commands that are tried, in order, to apply a patch; a file's name follows each."""
+    """Return the commands that are tried, in order, to apply a patch; a file name follows each."""
     return official().apply_commands
 
 
 def eval_script(row: Mapping[str, Any]) -> str:
-    """The script that runs an instance's tests and prints between marks what the parsers read; it shows no patch."""
+    """Return the script that runs an instance's tests and prints marks for the parsers; it does not print the patch."""
     return _SHOWS_THE_PATCH.sub(":", official().test_spec(dict(row)).eval_script)
 
 
 def statuses(row: Mapping[str, Any], log: str) -> dict[str, str] | None:
-    """Test → PASSED, FAILED, ERROR, SKIPPED or XFAIL; None if the log is not one of tests that ran to their end."""
+    """Return the status of each test (PASSED, FAILED, ERROR, SKIPPED or XFAIL); None if they did not run to the end."""
     found, valid = _on_file(log, lambda path: official().statuses(official().test_spec(dict(row)), path))
     return found if valid else None
 
 
 def report(row: Mapping[str, Any], patch: str, log: str) -> Report:
-    """Grade the log of the evaluation script, run after ``patch`` was applied."""
+    """Grade the log of the evaluation script after ``patch`` was applied."""
     name = row["instance_id"]
     prediction = {"instance_id": name, "model_patch": patch, "model_name_or_path": "agentkit"}
     spec = official().test_spec(dict(row))
@@ -93,7 +93,7 @@ def report(row: Mapping[str, Any], patch: str, log: str) -> Report:
 
 
 def _on_file(log: str, work: Any) -> Any:
-    # The official functions read a log by its path, in the locale's encoding.
+    # The official functions read a log from a file, in the encoding of the locale.
     with tempfile.TemporaryDirectory(prefix="agentkit-swe-") as folder:
         path = Path(folder) / "test_output.txt"
         path.write_text(log, errors="replace")

@@ -1,7 +1,7 @@
-"""SWE-bench instances as data: read from the official files, or from a task repository.
+"""SWE-bench instances, read from the official files or from a task repository.
 
-Invariant: an instance that loads can be graded: every column that the official evaluation reads is there, and the row
-is kept as it came, since the official functions take rows.
+Invariant: an instance that loads can be graded: it has every column that the official evaluation reads. The row is kept
+unchanged, because the official functions take rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentkit.errors import ConfigError
 
 EXTRA = "pip install 'agentkit-rl[swe]'"
 ROOT = "0:0"
-"""Whom official images belong to."""
+"""Owner of the repository in official images."""
 Split = Literal["train", "test"]
 _NEEDED = (
     "instance_id", "repo", "version", "base_commit", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS",
@@ -29,21 +29,21 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Instance:
-    """One task: a repository at a commit, an issue, and the tests that tell whether it is resolved."""
+    """One task: a repository at a commit, an issue, and the tests that decide whether it is resolved."""
 
     row: Mapping[str, Any]
-    """All columns, as they came."""
+    """All columns, unchanged."""
 
     def __post_init__(self) -> None:
         name = self.row.get("instance_id", "an instance")
         missing = [column for column in _NEEDED if self.row.get(column) is None]
         if missing:
             raise ConfigError(
-                f"{name} lacks {', '.join(missing)}: data sets of before SWE-bench 5 do not say how they are graded; "
-                "take the present ones"
+                f"{name} lacks {', '.join(missing)}: data sets from before SWE-bench 5 do not specify their grading; "
+                "use the current ones"
             )
         if self.row.get("image_assets") not in (None, "", "{}", {}):
-            raise ConfigError(f"{name} needs pictures from the network (image_assets), which is not supported")
+            raise ConfigError(f"{name} needs images from the network (image_assets), which are not supported")
 
     @property
     def id(self) -> str:
@@ -51,12 +51,12 @@ class Instance:
 
     @property
     def image(self) -> str:
-        """The image that holds the repository at ``/testbed``."""
+        """The image with the repository at ``/testbed``."""
         return self.row["image"]
 
     @property
     def user(self) -> str:
-        """Whom ``/testbed`` belongs to in the image, as ``uid:gid``."""
+        """Owner of ``/testbed`` in the image, as ``uid:gid``."""
         return self.row.get("user") or ROOT
 
     @property
@@ -70,14 +70,15 @@ class Instance:
 
     @property
     def split(self) -> Split:
-        """Which part it belongs to: by a digest of its name, a fifth are test tasks."""
+        """The part of the instance, decided by a digest of its name; a fifth are test instances."""
         return "test" if hashlib.sha256(self.id.encode()).digest()[0] % 5 == 0 else "train"
 
 
 def load(path: Path) -> list[Instance]:
-    """The instances of a ``.parquet``, ``.jsonl`` or ``.json`` file, or of a task repository (a folder with ``tasks``).
+    """Return the instances of a ``.parquet``, ``.jsonl`` or ``.json`` file, or of a task repository, sorted by name.
 
-    Sorted by name. Raises ``ConfigError`` for what is none of these, cannot be graded, or needs an extra.
+    Raises:
+        ConfigError: the path is none of these, an instance cannot be graded, or an extra is missing.
     """
     inside = path / "tasks"
     try:
@@ -88,7 +89,7 @@ def load(path: Path) -> list[Instance]:
 
 @functools.lru_cache(maxsize=4)
 def _loaded(path: Path, modified: int) -> tuple[Instance, ...]:
-    # Shared by the environments of a process: many of them would otherwise read a file many times.
+    # Cached, so that all environments of a process read a file only once.
     rows = list(_rows(path))
     instances = sorted((Instance(row) for row in rows), key=lambda instance: instance.id)
     if not instances:
@@ -121,5 +122,5 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def count(folder: Path) -> dict[str, int]:
-    """What a data set of instances holds, for ``agentkit data``."""
+    """Return the number of instances of a data set, for ``agentkit data``."""
     return {"instances": sum(len(load(path)) for path in folder.glob("*.parquet"))}

@@ -1,9 +1,9 @@
-"""What an agent may do at a repository: an action's text becomes a call, a call becomes an observation.
+"""The tools of an agent: parse the text of an action into a call, and format the result of a call.
 
-Invariant: reading an action runs nothing. A call's result is bounded text: what the agent did wrong is told to it, and
-only a sandbox that failed raises.
+The first line of an action names the tool; arguments follow on that line or below it.
 
-The first line names the tool; what it needs follows, on that line or below it.
+Invariant: parsing an action executes nothing. The result of a call is text of bounded length; an error of the agent is
+reported in it, and only a failed sandbox raises.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Create:
 class Edit:
     path: str
     old: tuple[str, ...]
-    """Lines, without their ends."""
+    """Lines without line ends."""
     new: tuple[str, ...]
 
 
@@ -74,9 +74,10 @@ Call = Bash | View | Create | Edit | Submit
 
 
 def parse(action: str) -> Call | None:
-    """The call that ``action`` asks for; None if it is none.
+    """Return the call that ``action`` describes; None if there is none.
 
-    Raises ``ValueError`` for a block of ``edit`` that is none, or could be read in two ways; the message says why.
+    Raises:
+        ValueError: a block of ``edit`` is malformed or ambiguous; the message gives the reason.
     """
     if "\0" in action:
         return None
@@ -106,7 +107,7 @@ def parse(action: str) -> Call | None:
 
 
 def clip(text: str, limit: int) -> str:
-    """At most ``limit`` characters of ``text``: its beginning and its end, and how much is left out between them."""
+    """Return the beginning and the end of ``text``, at most ``limit`` characters, with the number of omitted ones."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -114,7 +115,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def shown(result: ShellResult, limit: int, timeout: float) -> str:
-    """What a command printed and how it ended."""
+    """Return the output of a command and how it ended."""
     text = clip("".join(part for part in (result.stdout, result.stderr) if part), limit)
     notes = []
     if result.truncated:
@@ -132,7 +133,7 @@ def shown(result: ShellResult, limit: int, timeout: float) -> str:
 
 
 async def use_editor(files: Files, call: View | Create | Edit, limit: int) -> str:
-    """The observation. ``call.path`` is absolute. Raises ``SandboxError`` if the sandbox failed."""
+    """Return the observation. ``call.path`` is absolute. Raises ``SandboxError`` if the sandbox failed."""
     try:
         if isinstance(call, View):
             return view((await files.read(call.path, limit=FILE_LIMIT)).decode("utf-8", "replace"), call, limit)
@@ -155,7 +156,7 @@ async def use_editor(files: Files, call: View | Create | Edit, limit: int) -> st
 
 
 def view(text: str, call: View, limit: int) -> str:
-    """Numbered lines of a file."""
+    """Return numbered lines of a file."""
     lines = _lines(text)
     last = len(lines) if call.last is None else min(call.last, len(lines))
     if not lines:
@@ -166,7 +167,7 @@ def view(text: str, call: View, limit: int) -> str:
 
 
 def replaced(text: str, old: Sequence[str], new: Sequence[str]) -> str | int:
-    """``text`` with the lines ``old`` replaced by ``new``, or how often they occur, if that is not once."""
+    """Return ``text`` with the lines ``old`` replaced by ``new``, or the number of occurrences if it is not one."""
     lines, wanted = _lines(text), list(old)
     starts = [n for n in range(len(lines) - len(wanted) + 1) if lines[n : n + len(wanted)] == wanted] if old else []
     if len(starts) != 1:
@@ -178,6 +179,6 @@ def replaced(text: str, old: Sequence[str], new: Sequence[str]) -> str | int:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as editors and tracebacks number them: a form feed ends none."""
+    """Split text into lines as editors and tracebacks number them; a form feed does not end a line."""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines if lines[-1] else lines[:-1]

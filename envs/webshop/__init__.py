@@ -1,3 +1,3 @@
-"""WebShop: the shop as pages in ``session``, its rewards in ``reward``, the text layer in ``env``."""
+"""WebShop: shopping in a web shop with text pages."""
 
 from agentkit.envs.webshop.env import WebShop as WebShop

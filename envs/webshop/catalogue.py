@@ -1,8 +1,7 @@
-"""A shop's products, goals and index, memory-mapped and shared by all environments of a process.
+"""Products, goals and search index of a shop, memory-mapped and shared by all environments of a process.
 
-Invariant: what is derived from the files of a set is made once, beside nobody's files: in a folder whose name says of
-what it was made, written under another name and renamed; what was cut short since is made again. All of it is read-only
-afterwards; an instance of the environment holds no product of its own.
+Invariant: derived data is written once, into a folder whose name is a digest of its sources; it is written under a
+temporary name and then renamed, so that an interrupted write is repeated. It is read-only afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from agentkit.errors import ConfigError
 
 T = TypeVar("T")
 FORMAT = 1
-"""Raised whenever what is derived changes."""
+"""Version of the derived data; increased whenever their format changes."""
 _CACHED_PRODUCTS = 4_096
 _PREFIXES = {"<a>": "attributes", "<c>": "category", "<q>": "query"}
 _lock = threading.Lock()
@@ -41,15 +40,17 @@ _open: dict[tuple[Path, Forms, bool, int], Catalogue] = {}
 
 
 def count(folder: Path) -> dict[str, int]:
-    """How many products and synthetic goals a folder holds."""
+    """Return the number of products and of synthetic goals in a folder."""
     products = list(products_module.read(folder))
     return {"products": len(products), "goals": len(goals_module.build(products, human=False, seed=0)[1])}
 
 
 def open_catalogue(name: str, *, human: bool = False, seed: int = 0) -> Catalogue:
-    """The catalogue of a data set, or of a folder that holds its files; one and the same for equal arguments.
+    """Return the catalogue of a data set or of a folder; the same object for equal arguments.
 
-    Raises ``DataError`` if it is not here, or damaged, ``ConfigError`` for what names none.
+    Raises:
+        DataError: the data set is missing or damaged.
+        ConfigError: the name is unknown.
     """
     if not isinstance(name, str | Path) or name == "":
         raise ConfigError(f"data={name!r} must be the name of a data set, or a folder: {', '.join(SETS)}")
@@ -67,7 +68,7 @@ class Records(Sequence[Any]):
 
     def __init__(self, path: Path) -> None:
         self._ends = np.load(path.with_suffix(".npy"), mmap_mode="r")
-        with path.open("rb") as stream:  # an empty file cannot be mapped
+        with path.open("rb") as stream:  # an empty file cannot be memory-mapped
             self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if len(self._ends) else b""
         if len(self._ends) and len(self._bytes) != self._ends[-1]:
             raise ValueError(f"{path} holds {len(self._bytes)} bytes instead of {self._ends[-1]}")
@@ -92,7 +93,7 @@ class Records(Sequence[Any]):
 
 
 class _Products(NamedTuple):
-    """What is derived of the products."""
+    """Derived data of the products."""
 
     records: Records
     asins: np.ndarray
@@ -119,7 +120,7 @@ class _Products(NamedTuple):
 
 
 class _Goals(NamedTuple):
-    """What is derived of them for one kind of goals and one seed of prices."""
+    """Derived data for one kind of goals and one seed of prices."""
 
     records: Records
     prices: np.ndarray
@@ -141,20 +142,20 @@ class _Goals(NamedTuple):
 
 
 class Catalogue:
-    """Products by number and asin, goals by number, and the search over them."""
+    """Products by number and asin, goals by number, and the search index."""
 
     def __init__(self, products: _Products, goals: _Goals) -> None:
         self._products, self._asins, self._order, self._index = products
         self._goals, self._prices, self._weights = goals
         self.product = lru_cache(_CACHED_PRODUCTS)(self._product)
-        """The product of a number."""
+        """Return the product with this number."""
 
     def __len__(self) -> int:
         return len(self._products)
 
     @property
     def goals(self) -> int:
-        """How many goals there are."""
+        """Number of goals."""
         return len(self._goals)
 
     def _product(self, number: int) -> Product:
@@ -169,23 +170,23 @@ class Catalogue:
         return float(self._prices[product])
 
     def number(self, asin: str) -> int | None:
-        """The number of the product with that asin."""
+        """Return the number of the product with this asin."""
         place = int(np.searchsorted(self._asins, np.array(asin.encode(), self._asins.dtype)))
         if place < len(self._asins) and self._asins[place].decode() == asin:
             return int(self._order[place])
         return None
 
     def draw(self, goals: range, rng: np.random.Generator) -> int:
-        """A goal's number, drawn from a range in proportion to the goals' weights."""
+        """Draw the number of a goal from a range, in proportion to the weights of the goals."""
         before = float(self._weights[goals.start - 1]) if goals.start else 0.0
         point = before + rng.random() * (float(self._weights[goals.stop - 1]) - before)
         return min(goals.start + bisect(self._weights[goals.start : goals.stop], point), goals.stop - 1)
 
     def search(self, keywords: Sequence[str], rng: np.random.Generator) -> list[int]:
-        """Numbers of the products that a search finds, best first.
+        """Return the numbers of the products that a search finds, best first.
 
-        A first word ``<r>`` asks for random products; ``<a>``, ``<c>`` and ``<q>`` ask for all of an attribute, a
-        category, or a query.
+        The first word ``<r>`` requests random products; ``<a>``, ``<c>`` and ``<q>`` request all products of an
+        attribute, a category or a query.
         """
         first, rest = keywords[0], keywords[1:]
         if first == "<r>":
@@ -224,7 +225,7 @@ def _catalogue(folder: Path, forms: Forms, human: bool, seed: int) -> Catalogue:
 
 
 def _kept(folder: Path, load: Callable[[Path], T], write: Callable[[Path], None]) -> T:
-    """What is loaded from a folder, which is written first where it is missing or cannot be loaded as it is."""
+    """Load derived data from a folder; write them first if they are missing or cannot be loaded."""
     with contextlib.suppress(OSError, EOFError, ValueError):
         return load(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

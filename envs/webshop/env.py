@@ -1,8 +1,4 @@
-"""WebShop in words: the text layer over ``session.Session``.
-
-Invariant: one action is one click or one search; the reward is given once, for the purchase, and success is a reward
-of 1, nothing less.
-"""
+"""The WebShop environment: the text interface of ``session.Session``."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from agentkit.envs.spaces import Text
 from agentkit.envs.webshop import expert
 from agentkit.envs.webshop.catalogue import open_catalogue
 from agentkit.envs.webshop.goals import Split, split_range
-from agentkit.envs.webshop.nouns import Nouns, extractor
+from agentkit.envs.webshop.noun_extraction import Nouns, extractor
 from agentkit.envs.webshop.pages import MODES, styled
 from agentkit.envs.webshop.session import SEARCH, Session
 from agentkit.errors import ConfigError
@@ -27,24 +23,30 @@ ObservationMode = Literal["text", "text_rich", "html", "compact"]
 
 
 class WebShop(TextEnv):
-    """Buy what an instruction asks for in a shop of web pages; the reward in [0, 1] says how well the purchase fits.
+    """Buy the product that an instruction asks for in a web shop.
+
+    Action space: ``search[words]`` and ``click[label]``, as the current page allows.
+
+    Observation space: the current page in the form of ``observation_mode``.
+
+    Rewards: once, for the purchase, between 0 and 1: how well it fits the instruction. Only 1 is a success.
 
     Args:
-        data: a data set (``agentkit data list``): ``webshop-own``, ``webshop-small``, ``webshop-full``; or a folder
+        data: a data set of ``agentkit data list`` (``webshop-own``, ``webshop-small``, ``webshop-full``), or a folder
             with the files of one.
-        split: take goals of the ``"train"``, ``"eval"`` or ``"test"`` part; None takes any.
-        human_goals: goals that people wrote, instead of synthetic ones.
-        observation_mode: ``"text"``, ``"text_rich"`` or ``"html"``, as in the benchmark, or ``"compact"``, which small
-            models read more easily.
+        split: draw goals from the ``"train"``, ``"eval"`` or ``"test"`` part; None draws from all.
+        human_goals: use goals written by people instead of synthetic ones.
+        observation_mode: ``"text"``, ``"text_rich"`` or ``"html"``, as in the benchmark, or ``"compact"``, which is
+            easier for small models.
         show_attributes: items have a page that lists their attributes.
-        price_seed: what prices and limits are drawn from.
-        nouns: how the type reward finds the nouns of names: ``"spacy"``, ``"tokens"``, a function from a text to words,
-            or ``"auto"`` (spaCy if it is there).
+        price_seed: seed of prices and price limits.
+        nouns: how the type reward finds nouns in names: ``"spacy"``, ``"tokens"``, a function from a text to words, or
+            ``"auto"`` (spaCy if it is installed).
         render_mode: ``"ansi"`` or None.
 
     Raises:
-        DataError: the data set is not here, or is damaged, or search is not installed.
-        ConfigError: an argument is out of range, or there is no such data set.
+        DataError: the data set is missing or damaged, or search is not installed.
+        ConfigError: an argument is out of range, or the data set is unknown.
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 (gymnasium's own declaration)
@@ -75,7 +77,7 @@ class WebShop(TextEnv):
             raise ConfigError(f"observation_mode={observation_mode!r} must be one of {', '.join(MODES)}")
         if split not in (None, *get_args(Split)):
             raise ConfigError(f"split={split!r} must be 'train', 'eval', 'test' or None")
-        if type(price_seed) is not int:  # it is part of a folder's name
+        if type(price_seed) is not int:  # it becomes part of a folder name
             raise ConfigError(f"price_seed={price_seed!r} must be a whole number")
         self._write = MODES[observation_mode]
         self._show_attributes = show_attributes
@@ -87,9 +89,9 @@ class WebShop(TextEnv):
         self.session: Session | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
-        """``options={"goal": k}`` asks for the k-th goal, whatever the split; the benchmark calls it a session.
+        """Start an episode; ``options={"goal": k}`` selects the k-th goal of all splits, the benchmark's session.
 
-        Raises ``ConfigError`` for a goal that there is not.
+        Raises ``ConfigError`` if the goal does not exist.
         """
         super().reset(seed=seed)
         number = (options or {}).get("goal")
@@ -121,32 +123,32 @@ class WebShop(TextEnv):
         return self._write(session), reward, session.page == "done", False, self._info(session, valid)
 
     def expert(self) -> Iterator[str]:
-        """The whole way to the goal's own product, from wherever the session is."""
+        """Yield all actions from the current page to the purchase of the wanted product."""
         if self.session is None:
             raise ResetNeeded("call reset() before expert()")
         return expert.plan(self.session)
 
     def page(self) -> str:
-        """The page as HTML, for a person's browser."""
+        """Return the page as HTML for a browser."""
         if self.session is None:
             raise ResetNeeded("call reset() before page()")
         return styled(self.session)
 
     def action_of(self, fields: Mapping[str, str]) -> str:
-        """The action that a form of the page stands for: a button's, a search, or the choice of an option."""
+        """Return the action of a submitted form: a button, a search, or the choice of an option."""
         if "search_query" in fields:
             return f"search[{fields['search_query']}]"
         return fields.get("action") or f"click[{next(iter(fields.values()), '')}]"
 
     def render(self) -> Any:
-        """The page in the observation's form (``ansi``)."""
+        """Return the page in the form of the observation (``ansi``)."""
         if self.session is None:
             raise ResetNeeded("call reset() before render()")
         return self._write(self.session) if self.render_mode == "ansi" else None
 
     def _info(self, session: Session, valid: bool) -> Info:
         labels = session.clickable()
-        # The last bracket opens an argument, so that a label with one cannot be named.
+        # The last bracket opens the argument, so a label that contains one cannot be used.
         admissible = [f"click[{label}]" for label in labels if label != SEARCH.lower() and "[" not in label]
         if session.page == "index":
             admissible = [f"search[{expert.search_words(session)}]"]
@@ -166,11 +168,11 @@ class WebShop(TextEnv):
 
 
 def read_action(text: str) -> tuple[str, str] | None:
-    """Name and argument of an action, as the benchmark finds them: ``re.match(r"(.+)\\[(.+)\\]", text)``.
+    """Return name and argument of an action, as the benchmark's ``re.match(r"(.+)\\[(.+)\\]", text)`` finds them.
 
-    In one go, however: from every bracket of a text, the expression looks for its end again.
+    Runs in linear time; the regular expression searches again from every bracket.
     """
-    line = text.partition("\n")[0]  # what a dot matches
+    line = text.partition("\n")[0]  # the characters that a dot matches
     end = line.rfind("]")
-    opening = line.rfind("[", 0, max(end - 1, 0))  # the argument has a character at least
+    opening = line.rfind("[", 0, max(end - 1, 0))  # the argument has at least one character
     return (line[:opening], line[opening + 1 : end]) if opening > 0 else None

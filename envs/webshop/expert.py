@@ -1,7 +1,7 @@
-"""Shopping by somebody who knows what the goal was made from.
+"""The expert of WebShop, which knows the product that the goal was made from.
 
-Invariant: the expert takes the actions that a page offers (it never searches where there is no search bar), and goes
-on from any page. It buys the goal's own product with the goal's options.
+Invariant: the expert uses only actions that the page offers (it searches only on a page with a search bar), and can
+continue from any page. It buys the goal's own product with the goal's options.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from agentkit.envs.webshop.fuzzy import matches, normalized_colour
+from agentkit.envs.webshop.fuzzy_match import matches, normalized_colour
 from agentkit.envs.webshop.goals import Goal
 from agentkit.envs.webshop.products import Product
 from agentkit.envs.webshop.session import PER_PAGE, Session
 
 
 def plan(session: Session) -> Iterator[str]:
-    """Actions from the present page to the purchase."""
+    """Yield actions from the current page to the purchase."""
     if session.page == "done":
         return
     wanted = session.goal.product
@@ -34,9 +34,9 @@ def plan(session: Session) -> Iterator[str]:
 
 
 def _to_item(session: Session, wanted: int) -> Iterator[str]:
-    """Actions that lead to the page of a product."""
+    """Yield actions that lead to the page of a product."""
     hits, number = session.hits, session.number
-    drawn = session.keywords[:1] == ["<r>"]  # again for every list: only what is seen can be relied on
+    drawn = session.keywords[:1] == ["<r>"]  # repeated for every list, because only visible products are certain
     known = hits if not drawn else session.shown if session.page == "search_results" else []
     if session.page != "index" and wanted in known:
         if session.page == "item_sub_page":
@@ -56,8 +56,8 @@ def _to_item(session: Session, wanted: int) -> Iterator[str]:
 
 
 def search_words(session: Session) -> str:
-    """Words that find the goal's product: those of the instruction if they bring it to the first page, else the best of
-    what else there is to search by."""
+    """Return words that find the goal's product: those of the instruction if it is then on the first page, otherwise
+    the best other words."""
     goal = session.goal
     product = session.catalogue.product(goal.product)
     whole = re.sub(r", and price lower than [\d.]+ dollars$", "", goal.instruction)
@@ -75,12 +75,12 @@ def search_words(session: Session) -> str:
 
 
 def options_to_choose(goal: Goal, product: Product) -> list[tuple[str, str]]:
-    """Option names and values of the product that meet the goal's, as far as a click can choose them."""
+    """Return the option names and values of the product that match the goal's."""
     holders = {value: name.lower() for name, values in product.options.items() for value in values}
     wanted = [option[1] if isinstance(option, tuple) else _closest(option, holders) for option in goal.options]
     chosen: dict[str, str] = {}
     for value in wanted:
-        if value in holders:  # of values that stand for several options, the last option gets them
+        if value in holders:  # if a value matches several options, it is used for the last one
             chosen.setdefault(holders[value], value)
     return list(chosen.items())
 
@@ -91,7 +91,7 @@ def _closest(option: str, values: dict[str, str]) -> str | None:
 
 
 def _searchable(text: str) -> str:
-    """Text that stands between the brackets of an action as it is."""
+    """Return ``text`` in a form that can be the argument of an action."""
     return " ".join(text.replace("[", " ").replace("]", " ").lower().split())
 
 

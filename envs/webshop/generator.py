@@ -1,7 +1,7 @@
-"""agentkit's own shop: products in WebShop's schema, written by a seeded generator.
+"""Generator of agentkit's own shop: products in WebShop's schema.
 
-Invariant: the files are a pure function of this module: the same bytes on every machine. Products come in families that
-differ in one thing each (an attribute, the brand and the price, or a missing option), so that reading matters.
+Invariant: the files are a pure function of this module, with the same bytes on every machine. Products come in families
+whose members differ in one property each (an attribute, brand and price, or a missing option).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 SEED = 20_220_704
 FAMILIES = 4
-"""Of each kind of product."""
+"""Number of families of each kind of product."""
 _COLOURS = [
     "black",
     "white",
@@ -148,7 +148,7 @@ def write(folder: Path) -> None:
 
 
 def catalogue(seed: int = SEED) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """Products, their attributes by asin, and what people ask for by asin, in the schema of the benchmark's files."""
+    """Return products, their attributes and human instructions by asin, in the benchmark's schema."""
     rng = random.Random(seed)
     drafts = [draft for kind in KINDS for _ in range(FAMILIES) for draft in _family(kind, rng)]
     rng.shuffle(drafts)
@@ -166,7 +166,7 @@ def catalogue(seed: int = SEED) -> tuple[list[dict[str, Any]], dict[str, Any], d
 
 
 def _family(kind: Kind, rng: random.Random) -> list[tuple[Kind, dict[str, Any], list[str]]]:
-    """A product and those that are nearly the same."""
+    """Return a product and variants that differ in one property each."""
     has = rng.sample(kind.attributes, 2)
     brand, other = rng.sample(_BRANDS[kind.department], 2)
     price = _round(rng.uniform(kind.cheapest, kind.dearest))
@@ -186,7 +186,7 @@ def _product(
     kind: Kind, brand: str, has: list[str], options: dict[str, list[str]], price: float, rng: random.Random
 ) -> dict[str, Any]:
     title = f"{brand} {kind.noun.lower()}, {', '.join(has)}"
-    # One in six has a range of prices, as where some options cost more.
+    # One in six has a range of prices, as for options with a surcharge.
     pricing = f"${price:.2f}" if rng.random() < 5 / 6 else f"${price:.2f} - ${price * 1.15:.2f}"
     return {
         "name": title,
@@ -213,7 +213,7 @@ _PROMISES = (
 
 
 def _values(values: int | tuple[str, ...], rng: random.Random) -> list[str]:
-    """So many colours, or most of the given values in their order."""
+    """Return a number of colours, or most of the given values in their order."""
     if isinstance(values, int):
         return rng.sample(_COLOURS, values)
     kept = set(rng.sample(values, max(2, len(values) - 1)))
@@ -225,7 +225,7 @@ def _phrase(query: str, has: list[str]) -> str:
 
 
 def _request(asin: str, kind: Kind, product: dict[str, Any], has: list[str], rng: random.Random) -> dict[str, Any]:
-    """What a person might write who wants the product with one choice of its options."""
+    """Return an instruction as a person would write it, for the product with one choice of its options."""
     asked = rng.sample(has, len(has))
     chosen = {name: rng.choice(values)["value"] for name, values in product["customization_options"].items()}
     what = f"{' and '.join(asked)} {kind.query} in {' and '.join(chosen.values())}"
@@ -238,5 +238,5 @@ def _request(asin: str, kind: Kind, product: dict[str, Any], has: list[str], rng
 
 
 def _round(price: float) -> float:
-    """A price as shops write it."""
+    """Round a price as shops do."""
     return int(price) + 0.99

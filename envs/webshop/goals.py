@@ -1,8 +1,8 @@
-"""What there is to shop for: goals, in the benchmark's order and with its prices.
+"""Shopping goals, in the order of the benchmark and with its prices.
 
-Invariant: for the same products and seed, goals, prices, order and weights are those that WebShop's own code gives
-after ``random.seed(seed)``: prices are drawn first, product by product, then each product's limits; the shuffle has the
-seed 233 always.
+Invariant: for the same products and seed, goals, prices, order and weights are those of WebShop's own code after
+``random.seed(seed)``: prices are drawn first, product by product, then the price limits of each product; the order is
+always shuffled with seed 233.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _SPLITS = {"test": (0, 500), "eval": (500, 1_500), "train": (1_500, None)}
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to buy."""
+    """A shopping goal."""
 
     product: int
-    """Index of the product that it was made from."""
+    """Index of the product from which the goal was made."""
     instruction: str
     attributes: tuple[str, ...]
     options: tuple[tuple[str, str], ...] | tuple[str, ...]
-    """Pairs of name and value (synthetic goals), or what people wrote."""
+    """Pairs of name and value (synthetic goals), or texts written by people."""
     price_upper: float
     weight: float
-    """How likely it is drawn, next to others."""
+    """Weight in random draws."""
 
 
 def draw_prices(products: Sequence[Product], rng: random.Random) -> list[float]:
-    """What each product costs: a price within its range."""
+    """Draw a price of each product within its range."""
     return [p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products]
 
 
 def build(products: Sequence[Product], *, human: bool, seed: int) -> tuple[list[float], list[Goal]]:
-    """Prices of all products, and the goals in their final order."""
+    """Return the prices of all products, and the goals in their final order."""
     rng = random.Random(seed)
     prices = draw_prices(products, rng)
     goals: list[Goal] = []
@@ -62,7 +62,7 @@ def build(products: Sequence[Product], *, human: bool, seed: int) -> tuple[list[
 
 
 def split_range(split: Split | None, count: int) -> range:
-    """Indices of a split's goals. Raises ``ConfigError`` for a set that is too small to be split."""
+    """Return the indices of a split's goals. Raises ``ConfigError`` for a set that is too small to be split."""
     first, last = (0, None) if split is None else _SPLITS[split]
     goals = range(first, count if last is None else min(last, count))
     if not goals:
@@ -75,7 +75,7 @@ def _weight(attributes: Sequence[str], counts: Counter[str]) -> float:
 
 
 def _synthetic(number: int, product: Product, price: float, rng: random.Random) -> list[Goal]:
-    """One goal for every combination of options."""
+    """Return one goal for each combination of options."""
     if product.instruction is None:
         return []
     limit, limit_text = _limit(price, rng)
@@ -101,7 +101,7 @@ def _human(number: int, product: Product, price: float, rng: random.Random) -> l
 
 
 def _limit(price: float, rng: random.Random) -> tuple[float, str]:
-    """The highest price allowed, and how the instruction says it."""
+    """Draw the price limit, and return it with its text in the instruction."""
     above = [limit for limit in _LIMITS if limit > price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""

@@ -1,7 +1,7 @@
-"""How a page is written: WebShop's three ways, and a short one for small models.
+"""Text forms of a page: the three forms of WebShop, and a short one for small models.
 
-Invariant: ``text`` and ``rich`` say what the benchmark's environment says, mark for mark; the visible texts of ``html``
-are the parts of ``text``, in their order. Writing a page changes nothing.
+Invariant: ``text`` and ``rich`` equal the benchmark's observations exactly; the visible texts of ``html`` are the parts
+of ``text`` in order. Formatting a page changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentkit.envs.webshop.session import PER_PAGE, SEARCH, Part, Session
 
 _BLANKS = " \n\t\f\r"
 _TITLE, _PASSAGE = 80, 600
-"""Characters of a title, and of a description, in the short form."""
+"""Characters of a title, and of a description, in the compact form."""
 _STYLE = (
     "body{font-family:sans-serif;margin:2em auto;max-width:60em;padding:0 1em;line-height:1.4}"
     "#instruction-text{background:#eef3fa;padding:.6em 1em;border-radius:.4em;margin-bottom:1em}"
@@ -30,12 +30,12 @@ _STYLE = (
 
 
 def text(session: Session) -> str:
-    """Visible texts with ``[SEP]`` between them."""
+    """Return the visible texts, separated by ``[SEP]``."""
     return " [SEP] ".join(part.text.strip() for part in _visible(session))
 
 
 def rich(session: Session) -> str:
-    """One text a line, with what can be clicked, and what was, marked."""
+    """Return one text per line; clickable texts and clicked texts are marked."""
     written, before = "", ""
     url = session.url
     for part in _visible(session):
@@ -55,7 +55,7 @@ def rich(session: Session) -> str:
 
 
 def compact(session: Session) -> str:
-    """The page without what is on every page; the instruction on the first one only."""
+    """Return the page without the repeated parts; the instruction appears only on the first page."""
     if session.page == "index":
         return f"Task: {session.goal.instruction}"
     if session.page == "search_results":
@@ -66,7 +66,7 @@ def compact(session: Session) -> str:
         return "\n".join(lines)
     product = session.product
     if session.page == "item_page":
-        # Once something is chosen, what it is stands above.
+        # Chosen options are shown above the list.
         lines = [] if session.options else [f"{product.asin.lower()} {product.title[:_TITLE]} {product.price_tag}"]
         for name, values in product.options.items():
             chosen = session.options.get(name)
@@ -80,15 +80,15 @@ def compact(session: Session) -> str:
 
 
 def html(session: Session, style: str = "") -> str:
-    """The page as HTML. Every form and link leads back to where it came from, with the parameter ``action``, or
-    ``search_query`` of the search bar, or an option's name."""
+    """Return the page as HTML. Forms and links lead to the same address with the parameter ``action``, the parameter
+    ``search_query`` of the search bar, or the name of an option."""
     body = _receipt(session) if session.page == "done" else "".join(_grouped(session))
     head = f'<meta charset="utf-8"><title>WebShop</title>{style}'
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body><main>{body}</main></body></html>'
 
 
 def styled(session: Session) -> str:
-    """The page as people see it."""
+    """Return the page as HTML with a style for people."""
     return html(session, f"<style>{_STYLE}</style>")
 
 
@@ -96,15 +96,15 @@ MODES: dict[str, Callable[[Session], str]] = {"text": text, "text_rich": rich, "
 
 
 def _visible(session: Session) -> list[Part]:
-    """Parts that have a text. The benchmark's parser drops a text of blanks alone if it has a line break, and else
-    makes it one blank."""
+    """Return parts with a text. The benchmark's parser drops a text of blanks if it contains a line break; otherwise it
+    becomes one blank."""
     parts = [part for part in session.parts() if part.kind != "image"]
     kept = [part for part in parts if part.text.strip(_BLANKS) or (part.text and "\n" not in part.text)]
     return [part if part.text.strip(_BLANKS) else replace(part, text=" ") for part in kept]
 
 
 def _receipt(session: Session) -> str:
-    """What was bought is there, but only the thanks and the score are shown, as in the benchmark."""
+    """Return the page after the purchase, which shows only the thanks and the score, as in the benchmark."""
     texts = [f"<p>{escape(part.text)}</p>" for part in session.parts()]
     thanks, hidden, score, details = texts[:1], texts[1:-4], texts[-4:-2], texts[-2:]
     return (
@@ -114,7 +114,7 @@ def _receipt(session: Session) -> str:
 
 
 def _grouped(session: Session) -> list[str]:
-    """Parts as HTML, with those that belong together in one element."""
+    """Return parts as HTML, with related parts in one element."""
     pieces: list[str] = []
     item: list[str] = []
     for kind, run in groupby(session.parts(), lambda part: part.kind):
@@ -153,7 +153,7 @@ def _piece(part: Part, session: Session) -> str:
 
 
 def _choices(parts: list[Part], session: Session) -> str:
-    """One choice among options."""
+    """Return the HTML of one choice among options."""
     name = parts[0].group
     inputs = []
     for number, part in enumerate(parts):

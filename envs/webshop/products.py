@@ -1,8 +1,7 @@
-"""Products as the benchmark's files describe them.
+"""Products, read from the benchmark's files.
 
-Invariant: a product has the fields, and the values, that WebShop's own loader gives it, whether it is read from the
-official files, from the same products after that loader, or from agentkit's own. Files are only read; one that is
-damaged is named.
+Invariant: a product has the fields and values that WebShop's own loader gives it, whether it is read from the official
+files, from the output of that loader, or from agentkit's own files. Files are never written; errors name the file.
 """
 
 from __future__ import annotations
@@ -23,49 +22,50 @@ from agentkit.errors import DataError
 
 Forms = Sequence[tuple[str, ...]]
 SETS: dict[str, Forms] = {name: known.forms for name, known in DATASETS.items() if name.startswith("webshop-")}
-"""The names of the files of each data set: of products first, then of attributes."""
+"""File names of each data set: products, then attributes."""
 FORMS: Forms = (*SETS["webshop-small"], *SETS["webshop-own"])
-"""Those of a folder that is no set. The first that are there count: of its two sizes, the benchmark takes the small one
-unless it is told otherwise."""
+"""File names in other folders. The first existing ones are used; of its two sizes, the benchmark uses the small one by
+default."""
 _PEOPLE = "items_human_ins.json"
 DEFAULT_PRICE = 100.0
-"""Of products whose price is not known."""
+"""Price range of products without a known price."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product; all that pages show and rewards compare."""
+    """One product, with all data that pages show and rewards compare."""
 
     asin: str
     title: str
     category: str
     query: str
-    """The search words under which it was found: its kind, in short."""
+    """The search words of its category."""
     product_category: str
-    """Its place in the shop, ``›`` between the levels."""
+    """Its category, with ``›`` between the levels."""
     description: str
     bullets: list[str]
     prices: list[float]
     """One price, or the ends of a range."""
     price_tag: str
     options: dict[str, list[str]]
-    """Choices by name, all in small letters."""
+    """Choices by name, all in lower case."""
     attributes: list[str]
     image: str = ""
     option_images: dict[str, str | None] = field(default_factory=dict)
     rating: str = "N.A."
     reviews: list[dict[str, Any]] = field(default_factory=list)
     instruction: str | None = None
-    """What a synthetic goal for it says, without options and price."""
+    """The instruction of a synthetic goal for it, without options and price."""
     instruction_attributes: list[str] = field(default_factory=list)
     human: list[dict[str, Any]] = field(default_factory=list)
-    """What people asked for: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
+    """Instructions written by people: ``instruction``, ``instruction_attributes``, ``instruction_options``."""
 
 
 def files(folder: Path, forms: Forms = FORMS) -> list[Path]:
-    """The files of a folder that are read: products, attributes, and what people wrote, if it is there.
+    """Return the files of a folder: products, attributes, and instructions by people if they exist.
 
-    Raises ``DataError`` if there are none of any form.
+    Raises:
+        DataError: the folder contains no files of a known form.
     """
     for form in forms:
         if all((folder / name).is_file() for name in form):
@@ -76,7 +76,7 @@ def files(folder: Path, forms: Forms = FORMS) -> list[Path]:
 
 
 def read(folder: Path, forms: Forms = FORMS) -> Iterator[Product]:
-    """The products of a folder, in their order; each asin once. Raises ``DataError``."""
+    """Yield the products of a folder in order, each asin once. Raises ``DataError``."""
     listed, known, *written = files(folder, forms)
     attributes = _json(known)
     people = _json(written[0]) if written else {}
@@ -121,7 +121,7 @@ def _product(raw: dict[str, Any], known: dict[str, Any], people: list[dict[str, 
 
 
 def _prices(pricing: str | list[float] | None) -> tuple[list[float], str]:
-    """Up to two prices, and how the page writes them."""
+    """Return up to two prices, and their text on a page."""
     if isinstance(pricing, str):
         found = (re.sub(r"[^\d.]", "", part) for part in pricing.split("$")[1:])
         pricing = [float(number) for number in found if number.strip(".")]
@@ -147,7 +147,7 @@ def _json(path: Path) -> Any:
 
 
 def _raw(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a JSON array, or of a file with one entry a line."""
+    """Yield the entries of a JSON array, or of a file with one entry per line."""
     if path.name.endswith(".jsonl.gz"):
         with _named(path), gzip.open(path, "rt", encoding="utf-8") as stream:
             yield from map(json.loads, stream)
@@ -158,7 +158,7 @@ def _raw(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A file that cannot be read to its end is a ``DataError``."""
+    """Raise ``DataError`` if a file cannot be read to its end."""
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -166,7 +166,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def stream_array(stream: TextIO, block: int = 1 << 22) -> Iterator[Any]:
-    """The objects of a JSON array, one after the other: the whole file would not fit into most machines' memory."""
+    """Yield the objects of a JSON array one by one: the whole file is larger than most machines' memory."""
     decoder, text, place, opened = JSONDecoder(), "", 0, False
     while True:
         while place < len(text) and text[place] in " \t\r\n,[":
@@ -182,5 +182,5 @@ def stream_array(stream: TextIO, block: int = 1 << 22) -> Iterator[Any]:
         except json.JSONDecodeError as error:
             more = stream.read(block)
             if not more or (text[place:] and not opened):
-                raise DataError(f"{getattr(stream, 'name', 'the file')} is no JSON array: {error}") from error
+                raise DataError(f"{getattr(stream, 'name', 'the file')} is not a JSON array: {error}") from error
             text, place = text[place:] + more, 0

@@ -1,6 +1,6 @@
-"""What a purchase is worth.
+"""The reward of a purchase.
 
-Invariant: the reward is WebShop's (Yao et al., 2022, eq. 1 and its code), number for number:
+Invariant: the reward is exactly that of WebShop (Yao et al., 2022, eq. 1 and its code):
 
     reward = type * (attributes that match + options that match + price is low enough)
                   / (attributes wanted + options wanted + 1)
@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from agentkit.envs.webshop.fuzzy import matches, normalized_colour
+from agentkit.envs.webshop.fuzzy_match import matches, normalized_colour
 from agentkit.envs.webshop.goals import Goal
-from agentkit.envs.webshop.nouns import Nouns
+from agentkit.envs.webshop.noun_extraction import Nouns
 from agentkit.envs.webshop.products import Product
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward in [0, 1] and what it is made of."""
+    """A reward in [0, 1] and its parts."""
 
     reward: float
     type: float
-    """0, 0.1, 0.5 or 1: how far it is the kind of product that was asked for."""
+    """0, 0.1, 0.5 or 1: similarity of the product's type to the wanted one."""
     attributes: float
-    """Share of the wanted attributes that match."""
+    """Fraction of the wanted attributes that match."""
     options: float | None
-    """Share of the wanted options that match; None if none were wanted."""
+    """Fraction of the wanted options that match; None if none were wanted."""
     price: bool
     query_match: bool
     category_match: bool
@@ -35,8 +35,16 @@ class Score:
 
 
 def score(product: Product, price: float, options: Collection[str], goal: Goal, wanted: Product, nouns: Nouns) -> Score:
-    """The reward of buying ``product`` at ``price`` with the option values ``options``; ``wanted`` is the goal's own
-    product."""
+    """Return the reward of a purchase.
+
+    Args:
+        product: the bought product.
+        price: its price.
+        options: the chosen option values.
+        goal: the goal.
+        wanted: the goal's own product.
+        nouns: extracts nouns from names.
+    """
     kind, query_match, category_match, title_score = type_score(product, wanted, nouns)
     attributes = sum(has_attribute(product, attribute) for attribute in goal.attributes)
     chosen = matching_options(options, goal.options)
@@ -55,7 +63,7 @@ def score(product: Product, price: float, options: Collection[str], goal: Goal, 
 
 
 def type_score(product: Product, wanted: Product, nouns: Nouns) -> tuple[float, bool, bool, float]:
-    """Type reward, whether the queries match, whether two levels of the categories do, and how far the names do."""
+    """Return the type reward, whether queries match, whether two category levels do, and the similarity of names."""
     query_match = product.query == wanted.query
     category_match = len(_levels(product) & _levels(wanted)) >= 2
     desired = nouns(wanted.title)
@@ -71,14 +79,14 @@ def type_score(product: Product, wanted: Product, nouns: Nouns) -> tuple[float, 
 
 
 def has_attribute(product: Product, wanted: str) -> bool:
-    """Whether one of the product's attributes is like it, or one of its texts says it."""
+    """Return whether an attribute of the product is similar to ``wanted``, or one of its texts contains it."""
     return any(matches(attribute, wanted) for attribute in product.attributes) or any(
         wanted in text.lower() for text in (product.title, " ".join(product.bullets), product.description)
     )
 
 
 def matching_options(chosen: Collection[str], wanted: Sequence[str | tuple[str, str]]) -> int:
-    """How many wanted options one of the chosen values is like."""
+    """Return the number of wanted options that are similar to a chosen value."""
     values = [normalized_colour(value) for value in chosen]
     return sum(any(matches(value, option) for value in values) for option in map(normalized_colour, wanted))
 

@@ -1,7 +1,7 @@
-"""Full-text search over products, as Lucene with its English analyzer does it.
+"""Full-text search over products, equivalent to Lucene with its English analyzer.
 
-Invariant: hits are ordered by BM25 (k1 0.9, b 0.4: the values of the benchmark's engine), equal ones by their number;
-only products with a word of the query are hits. An index that was saved gives the hits of the one that was built.
+Invariant: hits are sorted by BM25 (k1 0.9, b 0.4, as in the benchmark's engine), then by number; only products with a
+word of the query are hits. A saved index gives the same hits as the original one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentkit.errors import DataError
 K1, B = 0.9, 0.4
 HITS = 50
 REMEDY = "pip install 'agentkit-rl[webshop]'"
-# Words as Unicode segments them: dots and apostrophes bind letters, dots and commas bind digits.
+# Words by Unicode segmentation: dots and apostrophes join letters, dots and commas join digits.
 _WORD = re.compile(r"\w+(?:(?:(?<=[^\W\d_])['’.:](?=[^\W\d_])|(?<=\d)[.,'](?=\d))\w+)*")
 _STOP_TEXT = """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they
@@ -31,20 +31,20 @@ _STOP = frozenset(_STOP_TEXT.split())
 
 
 def document(product: Product) -> str:
-    """The text by which a product is found."""
+    """Return the text of a product that is indexed."""
     options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
     return " ".join([product.title, product.description, next(iter(product.bullets), ""), options]).lower()
 
 
 def analyze(text: str) -> list[str]:
-    """Stems of a text's words, without stop words."""
+    """Return the stems of a text's words, without stop words."""
     words = [word[:-2] if word.endswith(("'s", "’s")) else word for word in _WORD.findall(text.lower())]
     stems = _stemmer().stemWords([word for word in words if word not in _STOP])
-    return [stem for stem in stems if stem]  # Porter leaves nothing of a lone "s"
+    return [stem for stem in stems if stem]  # the Porter stemmer removes a single "s"
 
 
 class Index:
-    """A searchable index; build one, or load one that was saved (memory-mapped)."""
+    """A search index; build it, or load a saved one (memory-mapped)."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -63,7 +63,7 @@ class Index:
         return cls(_module("bm25s").BM25.load(str(folder), mmap=True, show_progress=False, verbosity=0))
 
     def search(self, text: str, count: int = HITS) -> list[int]:
-        """Numbers of the best products, at most ``count``."""
+        """Return the numbers of the best products, at most ``count``."""
         words = [word for word in analyze(text) if word in self._engine.vocab_dict]
         if not words:
             return []

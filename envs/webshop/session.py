@@ -1,7 +1,7 @@
-"""One visit to the shop: which page is shown, what was chosen, and what an action does.
+"""One visit to the shop: the current page, the chosen options, and the effect of actions.
 
-Invariant: the transitions are WebShop's. A page is a pure function of the session; what can be clicked on it is what
-it shows. Every list of results, however one comes to it, forgets the product and the options that were chosen.
+Invariant: the transitions are those of WebShop. A page is a pure function of the session; clickable labels are those
+that it shows. Every list of results resets the product and the chosen options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from agentkit.envs.webshop.catalogue import Catalogue
 from agentkit.envs.webshop.goals import Goal
-from agentkit.envs.webshop.nouns import Nouns
+from agentkit.envs.webshop.noun_extraction import Nouns
 from agentkit.envs.webshop.products import Product
 from agentkit.envs.webshop.reward import Score, score
 
@@ -32,13 +32,13 @@ class Part:
 
     kind: Kind
     text: str
-    """With the blanks around it that the benchmark's templates have."""
+    """Text with the surrounding blanks of the benchmark's templates."""
     group: str = ""
-    """Of an option: what it is a choice of."""
+    """Name of the option, for a choice of an option."""
 
 
 class Session:
-    """A person's visit, from the search page to the purchase."""
+    """A visit, from the search page to the purchase."""
 
     def __init__(
         self, catalogue: Catalogue, goal: Goal, rng: np.random.Generator, nouns: Nouns, *, show_attributes: bool = False
@@ -46,9 +46,9 @@ class Session:
         self.catalogue, self.goal = catalogue, goal
         self.rng, self._nouns, self._show_attributes = rng, nouns, show_attributes
         self.actions: Counter[str] = Counter()
-        """How often was searched, which sub-pages were read, and so on; counted since the last visit of the index."""
+        """Numbers of searches, visited sub-pages and so on, since the last visit of the index page."""
         self.score: Score | None = None
-        """What the purchase was worth."""
+        """The score of the purchase."""
         self._index()
 
     def _index(self) -> None:
@@ -56,7 +56,7 @@ class Session:
         self.sub_page = ""
         self.keywords: list[str] = []
         self.number = 1
-        """Of the page of results."""
+        """Number of the page of results."""
         self.hits: list[int] = []
         self.item: int | None = None
         self.visited: set[int] = set()
@@ -65,21 +65,21 @@ class Session:
 
     @property
     def product(self) -> Product:
-        """What the page is about. Only on the pages of an item, and when it was bought."""
+        """The product of the page; only on pages of an item and after the purchase."""
         assert self.item is not None
         return self.catalogue.product(self.item)
 
     @property
     def shown(self) -> list[int]:
-        """The products of this page of results."""
+        """The products on this page of results."""
         return self.hits[(self.number - 1) * PER_PAGE : self.number * PER_PAGE]
 
     def search(self, words: str) -> None:
-        """Search, from whatever page."""
+        """Search, from any page."""
         self._results(words.split(" "), 1)
 
     def click(self, label: str) -> bool:
-        """Click on what bears a label, in small letters; False, and no effect, if nothing does."""
+        """Click on the element with this label in lower case; return False without effect if there is none."""
         part = self.clickable().get(label)
         if part is None or label == SEARCH.lower():
             return False
@@ -125,11 +125,11 @@ class Session:
         self.actions["purchase"] += 1
         self.page = "done"
 
-    # What is seen.
+    # The visible page.
 
     @property
     def url(self) -> str:
-        """Where the benchmark's site would be, without host and session."""
+        """The address on the benchmark's site, without host and session."""
         words = "+".join(self.keywords)
         if self.page == "search_results":
             return f"/search_results/{words}/{self.number}"
@@ -140,14 +140,14 @@ class Session:
         return f"/done/{self.product.asin}/{self.options}" if self.page == "done" else "/"
 
     def clickable(self) -> dict[str, Part]:
-        """What can be clicked, by its label in small letters. Of options with one label, the last counts."""
+        """Clickable elements by label in lower case. If options share a label, the last one counts."""
         parts = self.parts()
         labels = {part.text.lower(): part for part in parts if part.kind == "button"}
         labels |= {part.text.lower(): part for part in parts if part.kind == "link"}
         return labels | {part.text: part for part in parts if part.kind == "option"}
 
     def parts(self) -> list[Part]:
-        """What the page shows, from top to bottom."""
+        """The parts of the page from top to bottom."""
         if self.page == "index":
             heading = [Part("title", "WebShop"), Part("instruction", "Instruction: "), *self._instruction()[1:]]
             return [*heading, Part("button", SEARCH)]
@@ -162,7 +162,7 @@ class Session:
         parts = [Part("text", f"Page {self.number} (Total results: {len(self.hits)})")]
         if self.number > 1:
             parts.append(Part("button", PREVIOUS))
-        parts.append(Part("button", NEXT))  # after the last page too: there is one without products then
+        parts.append(Part("button", NEXT))  # also after the last page, which leads to a page without products
         for product in map(self.catalogue.product, self.shown):
             parts += [Part("image", product.image), Part("link", product.asin)]
             parts += [Part("name", product.title), Part("text", product.price_tag)]
@@ -213,7 +213,7 @@ class Session:
 
 
 def _html_safe(text: str) -> str:
-    """JSON as the benchmark's templates write it."""
+    """Return JSON in the format of the benchmark's templates."""
     for sign in "<>&'":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text

@@ -1,45 +1,45 @@
-"""Back ends by name, and one shared instance of each for every event loop.
+"""Back ends by name, and one shared instance of each per event loop.
 
-Invariant: knowing a name runs no code of its back end. A shared back end is started once, however many ask for it at
-the same time, and closed when the last who borrowed it has given it back; one that the caller made is the caller's to
-start and to close. A third party cannot take the name of a built-in one.
+Invariant: looking up a name runs no code of its back end. A shared back end is started once, also for concurrent
+borrowers, and closed when its last borrower has released it. The caller starts and closes an instance that it passes.
+Third parties cannot use the name of a built-in back end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
-import importlib
 import importlib.metadata
 import weakref
 from collections.abc import Awaitable, Callable
 
 from agentkit.errors import ConfigError
-from agentkit.sandboxes.aio import finished
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.tasks import finished, retrieve
 
 GROUP = "agentkit.sandbox_backends"
 """The entry-point group of further back ends: ``name = package.module:Class``."""
 
 BUILT_IN = {
-    "docker": "agentkit.sandboxes.backends.docker:DockerBackend",
-    "fake": "agentkit.sandboxes.backends.fake:FakeBackend",
-    "local": "agentkit.sandboxes.backends.local:LocalBackend",
-    "remote": "agentkit.sandboxes.backends.remote:RemoteBackend",
+    "docker": "agentkit.sandboxes.backends.docker.backend:DockerBackend",
+    "local": "agentkit.sandboxes.backends.local.backend:LocalBackend",
+    "remote": "agentkit.sandboxes.backends.remote.backend:RemoteBackend",
 }
 
 Release = Callable[[], Awaitable[None]]
 
 
 def names() -> list[str]:
-    """All back ends that can be asked for by name."""
+    """Return the names of all installed back ends."""
     return sorted({*BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
 
 
 def backend(which: str | Backend) -> Backend:
-    """A new back end of this name, not started yet; an instance is returned as it is.
+    """Return a new back end with this name, which is not started; an instance is returned as it is.
 
-    Raises ``ConfigError`` for a name that is unknown, claimed twice, or whose code does not load.
+    Raises:
+        ConfigError: the name is unknown or claimed twice, or the code of the back end does not load.
     """
     if isinstance(which, Backend):
         return which
@@ -56,15 +56,12 @@ def _class_of(name: str) -> Callable[[], object]:
     points = list(importlib.metadata.entry_points(group=GROUP, name=name))
     if name in BUILT_IN:
         if points:
-            raise ConfigError(f"the sandbox back end {name!r} is built in; {points[0].value} must be called otherwise")
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+            raise ConfigError(f"the sandbox back end {name!r} is built in; rename {points[0].value}")
+        return importlib.metadata.EntryPoint(name, BUILT_IN[name], GROUP).load()
     if not points:
         near = difflib.get_close_matches(name, names(), 1)
-        raise ConfigError(
-            f"there is no sandbox back end {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names())}")
-        )
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names())}"
+        raise ConfigError(f"there is no sandbox back end {name!r}; {hint}")
     if len(points) > 1:
         claims = " and ".join(point.value for point in points)
         raise ConfigError(f"the sandbox back end {name!r} is claimed by {claims}; uninstall one of them")
@@ -72,59 +69,52 @@ def _class_of(name: str) -> Callable[[], object]:
 
 
 class _Shared:
-    """A back end that several users of one event loop have together."""
+    """A back end with the number of its borrowers."""
 
-    def __init__(self, made: Backend) -> None:
-        self.backend = made
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.users = 0
-        self.started = asyncio.ensure_future(made.start())
-        # Each borrower sees the error; without any left nobody does, and nobody needs to.
-        self.started.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self.started = asyncio.ensure_future(backend.start())
+        # Each borrower gets the error; asyncio must not log it when there is none.
+        self.started.add_done_callback(retrieve)
 
 
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Shared]] = weakref.WeakKeyDictionary()
 
 
 async def borrow(which: str | Backend) -> tuple[Backend, Release]:
-    """A started back end and what gives it back. Raises ``ConfigError``, ``EngineUnavailable``."""
+    """Return a started back end and a function that releases it; further calls of the function have no effect.
+
+    Raises:
+        ConfigError: see ``backend``.
+        EngineUnavailable: the back end cannot be started.
+    """
     table = _shared.setdefault(asyncio.get_running_loop(), {})
+    loan = contextlib.AsyncExitStack()
     if isinstance(which, Backend):
         known = next((name for name, shared in table.items() if shared.backend is which), None)
         if known is None:
-            return which, _nothing
+            return which, loan.aclose
         which = known
     shared = table.get(which)
     if shared is None:
         shared = table[which] = _Shared(backend(which))
     shared.users += 1
-    release = _releaser(table, which, shared)
+    loan.push_async_callback(_release, table, which, shared)
     try:
         await asyncio.shield(shared.started)
     except BaseException:
-        await release()
+        await loan.aclose()
         raise
-    return shared.backend, release
+    return shared.backend, loan.aclose
 
 
-def _releaser(table: dict[str, _Shared], name: str, shared: _Shared) -> Release:
-    given_back = False
-
-    async def release() -> None:
-        nonlocal given_back
-        if given_back:
-            return
-        given_back = True
-        shared.users -= 1
-        if shared.users:
-            return
-        if table.get(name) is shared:
-            del table[name]
-        shared.started.cancel()
-        await asyncio.wait({shared.started})
-        await finished(shared.backend.close())
-
-    return release
-
-
-async def _nothing() -> None:
-    """The caller's own back end is given back to nobody."""
+async def _release(table: dict[str, _Shared], name: str, shared: _Shared) -> None:
+    shared.users -= 1
+    if shared.users:
+        return
+    if table.get(name) is shared:
+        del table[name]
+    shared.started.cancel()
+    await asyncio.wait({shared.started})
+    await finished(shared.backend.close())

@@ -27,7 +27,7 @@ def test_list_names_every_environment():
     assert set(errors.values()) == {None}
 
 
-def test_info_tells_rules_and_arguments():
+def test_info_shows_rules_and_arguments():
     output = run("info", "Sokoban-v0").output
     assert "Push every box onto a target" in output
     assert "vocabulary='symbols'" in output
@@ -50,7 +50,7 @@ def test_the_expert_plays_to_the_end():
 
 
 class Undecided(TextEnv):
-    """Two ways round; the expert names the other one each time that it is asked."""
+    """Two equal paths; the expert switches between them at each call."""
 
     instructions = "Go round."
     max_turns = 4
@@ -93,7 +93,7 @@ def test_a_failing_check_prints_the_episode(monkeypatch):
     assert "      seed 0\n      at the fork\n      1. back  reward 0.0\n" in result.output
 
 
-def test_play_tells_the_rules_of_the_arguments():
+def test_play_shows_the_rules_for_the_arguments():
     assert "such as 7 - 3\n" in run("play", "Countdown-v0", "numbers=2", "--expert").output
     assert "slippery" in run("play", "FrozenLake-v1", "is_slippery=true", "--expert").output
 

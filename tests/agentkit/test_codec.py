@@ -1,4 +1,4 @@
-"""What is recorded comes back bit for bit, and damaged bytes never come back as something else."""
+"""Decoding returns recorded trajectories bit for bit, and damaged bytes raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentkit.codec import decode_group, decode_trajectory, encode_group, encode
 from agentkit.errors import RunDirectoryError
 from agentkit.types import Group, Trajectory, Turn
 
-# Lone surrogates included: an environment may hand on whatever bytes it decoded with surrogateescape.
+# Lone surrogates included: an environment may return bytes decoded with surrogateescape.
 texts = st.text(st.characters())
 ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(lambda items: np.array(items, np.int32))
 # Any bit pattern: signed zeros, infinities, NaNs with payloads.
@@ -98,7 +98,7 @@ def example() -> Trajectory:
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_damage_is_noticed(data: st.DataObject) -> None:
+def test_damaged_bytes_raise(data: st.DataObject) -> None:
     whole = encode_trajectory(example())
     place = data.draw(st.integers(0, len(whole) - 1))
     if data.draw(st.booleans()):
@@ -110,11 +110,11 @@ def test_damage_is_noticed(data: st.DataObject) -> None:
     except RunDirectoryError as error:
         assert "cannot be read back" in str(error)  # noqa: PT017 (both ends are legal, see below)
     else:
-        # A flipped bit in zlib's two header bytes need not change what they say.
+        # A flipped bit in zlib's two header bytes may leave their meaning unchanged.
         assert same(decoded, example())
 
 
-def test_a_group_is_no_trajectory() -> None:
+def test_a_group_is_not_decoded_as_a_trajectory() -> None:
     with pytest.raises(RunDirectoryError, match="it holds a trajectory"):
         decode_group(encode_trajectory(example()))
 

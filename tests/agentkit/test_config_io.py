@@ -1,4 +1,4 @@
-"""Configuration files and overrides: what is accepted comes back equal, what is refused says where and what to do."""
+"""Configuration files and overrides: round trips, and errors with place and remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(text: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["3e-5", "3E-5", "3.0e-05", "0.00003", "+3e-5", "30e-6"])
-def test_every_spelling_of_a_small_number_is_a_number(text: str) -> None:
+def test_every_spelling_of_a_small_number_is_parsed(text: str) -> None:
     assert parse_config(SMALLEST + f"learner: {{lr: {text}}}").learner.lr == 3e-5
     assert parse_config(SMALLEST, [f"learner.lr={text}"]).learner.lr == 3e-5
 
@@ -75,7 +75,7 @@ def test_a_key_of_another_section_is_found() -> None:
     assert "learner.lr" in message
 
 
-def test_a_key_that_is_like_nothing_lists_what_there_is() -> None:
+def test_an_unknown_key_without_similar_ones_lists_the_valid_ones() -> None:
     assert "gate has: policy" in refused(SMALLEST, "gate.zzzzzzzz=1")
 
 
@@ -95,7 +95,7 @@ def test_a_key_that_is_like_nothing_lists_what_there_is() -> None:
         ("learner.betas=[1]", "learner.betas.1: this key is required"),
     ],
 )
-def test_wrong_values_say_what_is_expected_and_what_was_given(override: str, expected: str) -> None:
+def test_wrong_values_name_the_expected_and_the_given_value(override: str, expected: str) -> None:
     message = refused(SMALLEST, override)
     assert expected in message
     assert override in message
@@ -120,14 +120,20 @@ def test_malformed_overrides(override: str, expected: str) -> None:
     [
         ("", "env: this key is required"),
         ("env: {}", "my.yaml:1: env.id: this key is required"),
-        ("- a", "my.yaml:1: the file must hold `key: value` lines"),
+        ("- a", "my.yaml:1: the file must contain `key: value` lines"),
         ("env: {id: A}\nseed: [", "my.yaml:2: not valid YAML"),
         ("env:\n  id: A\n  id: B\n", "my.yaml:3: env.id: this key appears twice"),
-        ("env: {id: A}\n1: 2\n", "my.yaml:2: a key in the top level is not a text"),
+        ("env: {id: A}\n1: 2\n", "my.yaml:2: a key in the top level is not a string"),
     ],
 )
 def test_malformed_files(text: str, expected: str) -> None:
     assert expected in refused(text)
+
+
+def test_overrides_that_are_not_a_list_are_refused() -> None:
+    for wrong in ("steps=2", {"steps": 2}):
+        with pytest.raises(ConfigError, match="must be a list of settings"):
+            load_config({"env": {"id": "FrozenLake-v1"}}, wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -143,13 +149,13 @@ def test_a_contradiction_names_both_keys() -> None:
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a configuration file nor a run directory"):
+        load_config(tmp_path)
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as a text file"):
         load_config(tmp_path / "binary.yaml")
-    with pytest.raises(ConfigError, match="cannot be read as a text file"):
-        load_config(tmp_path)
 
 
 json_values = st.recursive(
@@ -171,7 +177,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(kwargs: dict, lr: float, n
     assert parse_config(dump_config(config)) == config
 
 
-def test_what_we_dump_means_the_same_to_other_yaml_readers_where_it_can() -> None:
+def test_other_yaml_readers_read_dumped_configurations_equally_where_possible() -> None:
     config = parse_config(SMALLEST, ["env.kwargs.a=no", "env.kwargs.b=1e5", "env.kwargs.c='1e5'", "env.kwargs.d=.inf"])
     assert config.env.kwargs == {"a": "no", "b": 1e5, "c": "1e5", "d": math.inf}
     assert yaml.safe_load(dump_config(config))["env"]["kwargs"]["c"] == "1e5"

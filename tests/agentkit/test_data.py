@@ -119,7 +119,7 @@ def packed(**files):
     return buffer.getvalue()
 
 
-def test_what_breaks_off_is_taken_up_again(server, tmp_path):
+def test_an_interrupted_download_is_continued(server, tmp_path):
     server["limit"] = 300_000
     seen = []
     download(server["url"], tmp_path / "file", pause=0.0, progress=lambda done, total: seen.append((done, total)))
@@ -130,8 +130,8 @@ def test_what_breaks_off_is_taken_up_again(server, tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_another_process_takes_it_up_too(server, tmp_path):
-    server["limit"] = 0  # nothing more arrives: it gives up, and keeps what it has
+def test_another_process_continues_a_partial_download(server, tmp_path):
+    server["limit"] = 0  # nothing more arrives: the download fails and keeps its partial file
     download_part = tmp_path / "file.part"
     download_part.write_bytes(CONTENT[:1000])
     (tmp_path / "file.tag").write_text(f'"{hashlib.md5(CONTENT).hexdigest()}"')
@@ -151,7 +151,7 @@ def test_it_starts_again_if_the_file_changed_or_the_server_cannot_go_on(server, 
     assert (tmp_path / "file").read_bytes() == server["content"]
 
 
-def test_a_part_that_is_whole_already_is_enough(server, tmp_path):
+def test_a_complete_partial_file_is_not_downloaded_again(server, tmp_path):
     (tmp_path / "file.part").write_bytes(CONTENT)
     (tmp_path / "file.tag").write_text(f'"{hashlib.md5(CONTENT).hexdigest()}"')
     download(server["url"], tmp_path / "file", pause=0.0)
@@ -203,7 +203,7 @@ def test_a_wrong_checksum_or_count_leaves_nothing_behind(server, place, monkeypa
     with pytest.raises(DataError, match="1 lines instead of 2"):
         data.fetch("toys")
     declare(monkeypatch, files=(Remote(server["url"], "x.txt"),))
-    with pytest.raises(DataError, match=r"lacks games/a\.txt"):
+    with pytest.raises(DataError, match=r"games/a\.txt is missing"):
         data.fetch("toys")
     assert data.find("toys") is None
     assert [path for path in (place / "data").iterdir() if not path.name.startswith(".toys.lock")] == [
@@ -211,7 +211,7 @@ def test_a_wrong_checksum_or_count_leaves_nothing_behind(server, place, monkeypa
     ]
 
 
-def test_a_local_archive_or_folder_serves_as_well(place, monkeypatch):
+def test_a_local_archive_or_folder_is_accepted(place, monkeypatch):
     declare(monkeypatch)
     (place / "own.zip").write_bytes(packed(**{"top/games/a.txt": "one\ntwo\n"}))
     folder = data.fetch("toys", place / "own.zip")
@@ -230,7 +230,7 @@ def count_lines(folder):
     return {"lines": sum(len(path.read_text().splitlines()) for path in folder.glob("*.csv"))}
 
 
-def test_the_file_that_forms_a_set_serves_as_well(place, monkeypatch):
+def test_the_only_file_of_a_data_set_is_accepted(place, monkeypatch):
     forms = (("test.csv",), ("lite_test.csv",))
     declare(monkeypatch, forms=forms, counter=f"{__name__}:count_lines")
     (place / "test-00000-of-00001.csv").write_text("one\n")
@@ -253,7 +253,7 @@ def write_toys(folder):
     (folder / "games" / "a.txt").write_text("1\n2\n")
 
 
-def test_agentkits_own_sets_are_made_where_they_are_needed(place, monkeypatch):
+def test_agentkits_own_data_sets_are_generated_on_use(place, monkeypatch):
     declare(monkeypatch, generate=f"{__name__}:write_toys")
     folders = []
     threads = [threading.Thread(target=lambda: folders.append(data.locate("toys"))) for _ in range(4)]
@@ -272,7 +272,7 @@ def test_only_one_process_fetches_a_set(place, monkeypatch):
 
 @pytest.fixture
 def commons(monkeypatch):
-    """A folder that every user may look into, with a folder for temporary files in it; ``tmp_path`` is its maker's."""
+    """A folder that every user can read, with a folder for temporary files; ``tmp_path`` is private to its creator."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("AGENTKIT_DATA", f"{folder}/data")
@@ -289,13 +289,13 @@ def source_of_toys(folder, text="1\n2\n"):
 
 
 def spare_of_toys():
-    """Where this user's spare place has the toys, made by whoever calls."""
+    """The folder of the data set toys in this user's spare folder, created by the caller."""
     spare = data._spare_root()
     spare.mkdir(mode=0o700)
     return source_of_toys(spare / "toys")
 
 
-def test_the_spare_place_serves_those_who_cannot_write_the_usual_one(commons, monkeypatch):
+def test_the_spare_folder_is_used_if_the_usual_one_is_not_writable(commons, monkeypatch):
     declare(monkeypatch, generate=f"{__name__}:write_toys")
     made = as_another(data.locate, "toys")
     assert made == commons / "tmp" / f"agentkit-data-{made.stat().st_uid}" / "toys"
@@ -303,7 +303,7 @@ def test_the_spare_place_serves_those_who_cannot_write_the_usual_one(commons, mo
     assert as_another(data.derived_root).parent == made.parent
 
 
-def test_a_place_that_can_be_written_comes_before_the_spare_one(place, monkeypatch):
+def test_a_writable_folder_precedes_the_spare_one(place, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     declare(monkeypatch, generate=f"{__name__}:write_toys")
     spare_of_toys()
@@ -318,9 +318,9 @@ def test_a_place_that_can_be_written_comes_before_the_spare_one(place, monkeypat
         lambda spare: spare.chmod(0o707),
         lambda spare: (spare.rename(spare.with_name("elsewhere")), spare.symlink_to(spare.with_name("elsewhere"))),
     ],
-    ids=["of a group", "everybody's", "a link"],
+    ids=["of a group", "writable by all", "a link"],
 )
-def test_sets_that_others_may_have_put_there_are_not_read(place, monkeypatch, change):
+def test_data_sets_that_other_users_could_have_written_are_not_read(place, monkeypatch, change):
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     monkeypatch.setattr(data, "_writable", lambda folder: False)  # as root, all can be
     declare(monkeypatch, generate=f"{__name__}:write_toys")
@@ -328,11 +328,11 @@ def test_sets_that_others_may_have_put_there_are_not_read(place, monkeypatch, ch
     assert data.find("toys") == folder
     change(folder.parent)
     assert data.find("toys") is None
-    with pytest.raises(DataError, match="not a folder of yours that you alone can write"):
+    with pytest.raises(DataError, match="not a folder that only you can write"):
         data.locate("toys")
 
 
-def test_sets_in_a_spare_place_of_another_user_are_not_read(commons, monkeypatch):
+def test_data_sets_in_a_spare_folder_of_another_user_are_not_read(commons, monkeypatch):
     declare(monkeypatch, files=(Remote("https://example.org", "x"),))
     folder = as_another(spare_of_toys)
     assert as_another(data.find, "toys") == folder
@@ -374,34 +374,34 @@ def test_a_root_that_cannot_be_looked_into_has_no_set(commons, monkeypatch):
     (commons / "data").mkdir(mode=0o700)
     with pytest.raises(DataError, match="agentkit data fetch toys"):
         as_another(data.locate, "toys")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="is not writable"):
         as_another(data.fetch, "toys")
     declare(monkeypatch, generate=f"{__name__}:write_toys")
     assert as_another(data.locate, "toys").parent.parent == commons / "tmp"
 
 
-def test_a_root_that_is_a_file_is_said_so(place, monkeypatch):
+def test_a_root_that_is_a_file_is_reported(place, monkeypatch):
     declare(monkeypatch, generate=f"{__name__}:write_toys")
     (place / "data").write_text("a file")
     for root in (place / "data", place / "data" / "below"):
         monkeypatch.setenv("AGENTKIT_DATA", str(root))
         assert data.find("toys") is None
         for work in (lambda: data.locate("toys"), lambda: data.fetch("toys", place), data.derived_root):
-            with pytest.raises(DataError, match=f"'{root}'; data sets lie in {root}, and AGENTKIT_DATA names another"):
+            with pytest.raises(DataError, match=f"'{root}'; data sets are stored in {root}; set AGENTKIT_DATA"):
                 work()
 
 
-def test_without_a_home_the_error_says_what_to_set(monkeypatch):
+def test_without_a_home_directory_the_error_names_the_variable_to_set(monkeypatch):
     for name in ("AGENTKIT_DATA", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(DataError, match=r"~/\.cache/agentkit/data: there is no such home; AGENTKIT_DATA"):
+    with pytest.raises(DataError, match=r"~/\.cache/agentkit/data: no such home directory; set AGENTKIT_DATA"):
         as_another(data.locate, "webshop-small", uid=54_321)
     monkeypatch.setenv("AGENTKIT_DATA", "~nobody-of-that-name/data")
-    with pytest.raises(DataError, match="~nobody-of-that-name/data: there is no such home"):
+    with pytest.raises(DataError, match="~nobody-of-that-name/data: no such home directory"):
         data.root()
 
 
-def test_a_full_disk_is_said_so_and_nothing_is_left(place, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_no_files(place, monkeypatch):
     declare(monkeypatch)
     source = source_of_toys(place / "source")
     (source / "large").write_bytes(bytes(1 << 20))
@@ -415,7 +415,7 @@ def test_a_full_disk_is_said_so_and_nothing_is_left(place, monkeypatch):
     assert os.listdir(place / "data") == [".toys.lock"]
 
 
-def test_a_link_to_nothing_is_named(place, monkeypatch):
+def test_a_dangling_link_is_named(place, monkeypatch):
     declare(monkeypatch)
     source = source_of_toys(place / "source")
     (source / "dangling").symlink_to(place / "nothing")
@@ -441,7 +441,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_what_a_damaged_set_makes_of_its_reader_is_told(place, monkeypatch, kind):
+def test_errors_of_readers_of_damaged_data_sets_are_reported(place, monkeypatch, kind):
     declare(monkeypatch, counter=f"{__name__}:damaged")
     source = source_of_toys(place / "source", kind)
     with pytest.raises(DataError, match=f"toys in {source} cannot be read: {kind}: "):
@@ -462,7 +462,7 @@ def linger(folder):
     time.sleep(600)
 
 
-def test_what_a_killed_process_left_is_swept(place, monkeypatch):
+def test_files_of_a_killed_process_are_removed(place, monkeypatch):
     script = (
         "import pytest, test_data; test_data.declare(pytest.MonkeyPatch(), generate='test_data:linger'); "
         "test_data.data.locate('toys')"
@@ -480,7 +480,7 @@ def test_what_a_killed_process_left_is_swept(place, monkeypatch):
     assert sorted(os.listdir(place / "data")) == [".toys.lock", "toys"]
 
 
-def test_the_one_folder_of_an_archive_that_is_the_set_is_taken(place, monkeypatch):
+def test_the_only_subfolder_with_the_data_set_is_used(place, monkeypatch):
     declare(monkeypatch)
     notes = {"__MACOSX/top/games/._a.txt": "note", "read me": "note", "top/.agentkit.json": "{}"}
     (place / "own.zip").write_bytes(packed(**{"top/games/a.txt": "one\ntwo\n", **notes}))
@@ -490,7 +490,7 @@ def test_the_one_folder_of_an_archive_that_is_the_set_is_taken(place, monkeypatc
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     declare(monkeypatch, name="others")
     (place / "two.zip").write_bytes(packed(**{"one/games/a.txt": "1\n2\n", "two/games/a.txt": "1\n2\n"}))
-    with pytest.raises(DataError, match=r"two\.zip is not the set others: it lacks games/a\.txt"):
+    with pytest.raises(DataError, match=r"two\.zip is not the data set others: games/a\.txt"):
         data.fetch("others", place / "two.zip")
 
 
@@ -537,7 +537,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_archives_write_nothing_elsewhere(content, tmp_path):
+def test_hostile_archives_write_nothing_outside_the_target(content, tmp_path):
     (tmp_path / "archive").write_bytes(content)
     with pytest.raises(DataError):
         unpack(tmp_path / "archive", tmp_path / "in" / "target", limit=10)

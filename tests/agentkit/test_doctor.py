@@ -18,7 +18,7 @@ def command(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder of commands there is, besides the system's shell."""
+    """The only folder on PATH, besides that of the system's shell."""
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
@@ -44,7 +44,7 @@ def test_docker_answers_or_not(path: Path, script: str, status: str, detail: str
     assert remedy in found.remedy
 
 
-def test_what_hangs_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_command_times_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_COMMAND_TIMEOUT_S", 0.2)
     command(path, "docker", "exec /bin/sleep 60")
     assert "no answer" in doctor.docker().detail

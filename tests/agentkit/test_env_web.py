@@ -17,7 +17,7 @@ from agentkit.errors import ConfigError
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    """A shop that is open."""
+    """The address of a running shop."""
     require("bm25s", "pip install 'agentkit-rl[webshop]'")
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     command = [sys.executable, "-u", "-m", "agentkit", "env", "play", "WebShop-v0", "--web", "--seed", "3"]
@@ -53,16 +53,16 @@ def test_a_task_over_http(address):
         assert client.post(address, data={"action": "click[nothing]"}).status_code == 200
 
 
-def test_strangers_are_refused(address):
+def test_foreign_and_oversized_requests_are_refused(address):
     assert httpx.get(address, headers={"Host": "example.org"}).status_code == 403
     assert httpx.post(address, headers={"Sec-Fetch-Site": "cross-site"}, data={"next": "1"}).status_code == 403
     assert httpx.get(address + "secret").status_code == 404
     assert httpx.post(address, content=b"x" * 100_000).status_code == 413
 
 
-def test_what_cannot_be_played_on_the_web_says_so():
+def test_environments_without_web_pages_are_refused():
     runner = CliRunner()
-    for arguments, message in ((["FrozenLake-v1"], "no web pages"), (["WebShop-v0", "--expert"], "for people")):
+    for arguments, message in ((["FrozenLake-v1"], "no web pages"), (["WebShop-v0", "--expert"], "for human players")):
         result = runner.invoke(app, ["play", *arguments, "--web"])
         assert isinstance(result.exception, ConfigError)
         assert message in str(result.exception)

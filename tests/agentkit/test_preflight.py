@@ -1,4 +1,4 @@
-"""What is found out before a run starts: environments that cannot be made, models that cannot be loaded."""
+"""Checks before a run: environments that cannot be made, models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from agentkit import model_files, registry
-from agentkit.cli.preflight import check
 from agentkit.config import RunConfig
 from agentkit.config_io import parse_config
 from agentkit.envs.base import TextEnv
 from agentkit.errors import ConfigError
+from agentkit.preflight import check
 
 
 class Picky(TextEnv):
-    """Refuses some numbers when it is made, others when it is reset; may end the process."""
+    """Rejects some numbers when it is created, others when it is reset; may end the process."""
 
     instructions = "None."
 
@@ -51,7 +51,7 @@ class Inline(Picky):
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both environments, declared by an installed package, so that other processes know them as well."""
+    """Both environments, declared by an installed package, so that other processes can find them."""
     place = tmp_path / "packages"
     (place / "picky-1.0.dist-info").mkdir(parents=True)
     (place / "picky-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
@@ -88,12 +88,12 @@ def test_an_environment_is_made_and_reset(plugin: None) -> None:
     assert problem.startswith("evaluation.kwargs: ")
 
 
-def test_one_that_is_not_inline_is_made_in_another_process(plugin: None) -> None:
+def test_an_environment_that_is_not_inline_is_made_in_another_process(plugin: None) -> None:
     (problem,) = problems("evaluation.kwargs.number=1", env="Picky-v0", thorough=True)
     assert problem == "evaluation.kwargs: Picky-v0 cannot be made with {'number': 1}: number=1 is not allowed; try 2"
 
 
-def test_an_environment_that_crashes_does_so_elsewhere(plugin: None) -> None:
+def test_a_crashing_environment_does_not_crash_the_check(plugin: None) -> None:
     (problem,) = problems("env.kwargs.number=4", env="Picky-v0", thorough=True)
     assert "its process ended with status 9 (the engine of the game is broken)" in problem
 

@@ -1,9 +1,10 @@
-"""Long work says how far it is, often enough, whether or not there is a terminal."""
+"""Long operations report their progress regularly, with and without a terminal."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -44,7 +45,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert progress.duration(seconds) == text
 
 
-def test_work_says_how_much_is_done_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_shows_progress_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     with progress.work("games", 8, detail=lambda: "2 won") as games, progress.work("file", unit="B") as file:
@@ -62,30 +63,30 @@ def test_work_that_fails_is_over() -> None:
     assert progress.describe() == ""
 
 
-def test_a_heartbeat_speaks_when_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_is_printed_after_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.2)
-    said: list[str] = []
-    beat = Heartbeat(said.append, fallback="training")
+    lines: list[str] = []
+    beat = Heartbeat(lines.append, fallback="training")
     beat.start()
     for _ in range(12):
         time.sleep(0.05)
         beat.spoke()
-    assert said == []
+    assert lines == []
     with progress.work("a \x1b[31mred one"):
         deadline = time.monotonic() + 10
-        while len(said) < 2:
+        while len(lines) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     beat.stop()
     beat.stop()
-    count = len(said)
-    assert said[0].startswith(r"… a \x1b[31mred one · ")
+    count = len(lines)
+    assert lines[0].startswith(r"… a \x1b[31mred one · ")
     time.sleep(0.5)
-    assert len(said) == count
+    assert len(lines) == count
     assert not [thread for thread in threading.enumerate() if thread.name == "agentkit-heartbeat"]
 
 
-def test_what_is_watched_is_shown_without_a_terminal(
+def test_watched_work_is_shown_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
@@ -100,7 +101,7 @@ def test_what_is_watched_is_shown_without_a_terminal(
 
 @pytest.fixture
 def slow_environments(tmp_path: Path) -> dict[str, str]:
-    """The variables of a process that knows ``SlowLake-v0`` and ``SlowStep-v0``."""
+    """Environment variables of a process in which ``SlowLake-v0`` and ``SlowStep-v0`` are registered."""
     site = tmp_path / "site"
     info = site / "slow-1.0.dist-info"
     info.mkdir(parents=True)
@@ -113,7 +114,7 @@ def slow_environments(tmp_path: Path) -> dict[str, str]:
 
 
 def lines_of(arguments: list[str], environment: dict[str, str], place: Path) -> tuple[list[str], float]:
-    """The lines of a command that has no terminal, and the longest time between two of them."""
+    """Return the lines of a command without a terminal, and the longest time between two of them."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentkit", *arguments],
         stdout=subprocess.PIPE,
@@ -135,7 +136,7 @@ def lines_of(arguments: list[str], environment: dict[str, str], place: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("env", "episodes", "expected"), [("SlowLake-v0", 10, "2/10"), ("SlowStep-v0", 1, "0/1")])
+@pytest.mark.parametrize(("env", "episodes", "expected"), [("SlowLake-v0", 10, r"[1-9]/10"), ("SlowStep-v0", 1, "0/1")])
 def test_an_evaluation_is_never_silent_for_long(
     slow_environments: dict[str, str], tmp_path: Path, env: str, episodes: int, expected: str
 ) -> None:
@@ -144,7 +145,7 @@ def test_an_evaluation_is_never_silent_for_long(
         ["eval", "quickstart", "--env", env, "--episodes", str(episodes), *settings], slow_environments, tmp_path
     )
     assert gap < GAP_S, lines
-    assert any(f"evaluation {expected}" in line for line in lines), lines
+    assert any(re.search(f"evaluation {expected}", line) for line in lines), lines
 
 
 @pytest.mark.slow

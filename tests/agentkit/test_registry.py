@@ -1,4 +1,4 @@
-"""Who wins a name, what an error says, and what is never imported."""
+"""The registry: precedence of names, error messages, and lazy imports."""
 
 import asyncio
 import importlib.metadata
@@ -69,7 +69,7 @@ def wrong():
 """
 
 
-def test_the_built_in_names_are_there():
+def test_built_in_names_are_listed():
     sources = {entry.id: entry.source for entry in agentkit.list_envs()}
     assert {"FrozenLake-v1", "Sokoban-v0", "Countdown-v0"} <= {k for k, v in sources.items() if v == "built-in"}
     assert agentkit.env_class("FrozenLake-v1") is FrozenLake
@@ -86,7 +86,7 @@ def test_the_built_in_names_are_there():
         ("countdwn", "Countdown-v0"),
     ],
 )
-def test_an_unknown_name_says_what_is_near(asked, near):
+def test_an_unknown_name_suggests_similar_ones(asked, near):
     with pytest.raises(RegistryError, match=f"did you mean {near}"):
         agentkit.make(asked)
 
@@ -156,7 +156,7 @@ def test_two_plugins_with_one_name_spoil_that_name_only(plugin):
     assert "claimed by both" in (entry.diagnose() or "")
 
 
-def test_a_broken_plugin_is_listed_with_its_error_and_harms_no_other(plugin):
+def test_a_broken_plugin_is_listed_with_its_error_and_affects_no_other(plugin):
     plugin(
         "broken",
         {
@@ -188,7 +188,7 @@ def test_a_broken_plugin_is_listed_with_its_error_and_harms_no_other(plugin):
     assert agentkit.make("Pond-v0").size == 4
 
 
-def test_a_class_that_is_no_environment_is_refused(fresh):
+def test_a_class_that_is_not_an_environment_is_refused(fresh):
     agentkit.register("Dict-v0", "builtins:dict")
     with pytest.raises(RegistryError, match="dict is neither a TextEnv nor an AsyncTextEnv"):
         agentkit.make("Dict-v0")
@@ -202,7 +202,7 @@ def test_diagnosis_does_not_import_parents(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert diagnose("parental.inner:Env") is None
     assert diagnose("parental.inner:Other") == "module 'parental.inner' defines no 'Other'"
-    assert diagnose("parental.none:Env") == "there is no module 'parental.none'"
+    assert diagnose("parental.none:Env") == "no module 'parental.none'"
     assert diagnose("agentkit.envs.frozen_lake:FrozenLake") is None
     assert diagnose("math:sqrt") is None
     assert "package.module:Class" in (diagnose("math") or "")
@@ -245,7 +245,7 @@ def test_importing_takes_less_than_a_third_of_a_second():
         "from agentkit import registry; registry.make('FrozenLake-v1'); import gymnasium",
     ],
 )
-def test_gymnasium_makes_our_environments_whatever_is_imported_first(first):
+def test_gymnasium_makes_our_environments_in_either_import_order(first):
     out = run_python(
         f"""
         {first}

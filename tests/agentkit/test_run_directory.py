@@ -1,8 +1,7 @@
-"""One directory, one run, one writer."""
+"""A run directory belongs to one run and has one writer."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from agentkit.config import RunConfig
 from agentkit.config_io import parse_config
 from agentkit.errors import RunDirectoryError
-from agentkit.run_directory import RunDirectory, changes, write_atomically
+from agentkit.run_directory import RunDirectory, changes
 
 
 def config_for(path: Path, *overrides: str) -> RunConfig:
@@ -27,12 +26,12 @@ def test_create_open_and_read_back(tmp_path: Path) -> None:
     assert RunDirectory.open(config.dir).config() == config
 
 
-def test_reuse_is_refused_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_reuse_is_refused_and_the_error_names_resume(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
     directory = RunDirectory.create(config)
     (directory.checkpoints / "step-000000").mkdir()
     directory.release()
-    with pytest.raises(RunDirectoryError, match=r"holds a run already; .*--resume .*--again"):
+    with pytest.raises(RunDirectoryError, match=r"already contains a run; .*--resume .*--again"):
         RunDirectory.create(config)
     RunDirectory.resume(config.dir, config).release()  # the refusal let go of the lock
 
@@ -77,19 +76,19 @@ def test_a_process_killed_between_lock_and_configuration_does_not_block(tmp_path
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(RunDirectoryError, match="not empty and holds no run"):
+    with pytest.raises(RunDirectoryError, match="not empty and not a run directory"):
         RunDirectory.create(config_for(tmp_path))
     assert [item.name for item in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot be made"):
+    with pytest.raises(RunDirectoryError, match="cannot be created"):
         RunDirectory.create(config_for(tmp_path / "file" / "run"))
 
 
-def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no run"):
+def test_open_refuses_other_directories(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
         RunDirectory.open(tmp_path)
 
 
@@ -101,7 +100,7 @@ def test_resume_takes_new_lengths_but_not_another_experiment(tmp_path: Path) -> 
     assert RunDirectory.open(path).config().steps == 99
     with pytest.raises(RunDirectoryError, match=r"env\.kwargs\.size: None → 8"):
         RunDirectory.resume(path, config_for(path, "env.kwargs.size=8"))
-    with pytest.raises(RunDirectoryError, match="two places"):
+    with pytest.raises(RunDirectoryError, match="different directories"):
         RunDirectory.resume(path, config_for(tmp_path / "other"))
 
 
@@ -125,9 +124,9 @@ def test_a_second_process_is_kept_out_until_the_first_is_dead(tmp_path: Path) ->
         assert process.stdout.readline() == "ready\n"
         config = RunDirectory.open(path).config()
         (path / "events.jsonl").write_text("{}\n")  # of a live run, that has no checkpoint yet
-        with pytest.raises(RunDirectoryError, match="in use by another process"):
+        with pytest.raises(RunDirectoryError, match="in use by another run"):
             RunDirectory.resume(path, config)
-        with pytest.raises(RunDirectoryError, match="in use by another process"):
+        with pytest.raises(RunDirectoryError, match="in use by another run"):
             RunDirectory.create(config)
         assert (path / "events.jsonl").exists()
     finally:
@@ -142,11 +141,3 @@ def test_changes_names_keys(tmp_path: Path) -> None:
         config_for(tmp_path / "b", "learner.lr=2", "critic={}", "algorithm.advantage=gae"),
     )
     assert {key for key, _, _ in changes(old, new)} == {"learner.lr", "critic", "algorithm.advantage"}
-
-
-def test_atomic_writes_leave_no_traces(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["file"]

@@ -18,20 +18,20 @@ from agentkit.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("My-Env", "no package name"),
-        ("my_env", "no package name"),
-        ("-env", "no package name"),
-        ("my--env", "no package name"),
-        ("../env", "no package name"),
-        ("", "no package name"),
-        ("1env", "no package name"),
+        ("My-Env", "is not a package name"),
+        ("my_env", "is not a package name"),
+        ("-env", "is not a package name"),
+        ("my--env", "is not a package name"),
+        ("../env", "is not a package name"),
+        ("", "is not a package name"),
+        ("1env", "is not a package name"),
         ("class", "Python's own"),
         ("json", "Python's own"),
         ("numpy", "installed module"),
         ("countdown", "Countdown-v0, which exists"),
     ],
 )
-def test_names_that_would_hurt_are_refused(tmp_path, name, message):
+def test_malformed_or_used_names_are_refused(tmp_path, name, message):
     with pytest.raises(ConfigError, match=message):
         scaffold.write_package(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -47,13 +47,13 @@ def test_nothing_is_overwritten(tmp_path):
     assert not any(b"@name@" in text or b"@module@" in text or b"@env_id@" in text for text in before.values())
 
 
-def test_the_command_tells_what_to_do_next(tmp_path):
+def test_the_command_prints_the_next_commands(tmp_path):
     result = CliRunner().invoke(app, ["new", "my-env", "--into", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "agentkit env check MyEnv-v0" in result.output
 
 
-def test_what_is_written_is_clean_and_keeps_the_contract(tmp_path):
+def test_the_written_package_is_clean_and_satisfies_the_contract(tmp_path):
     package = scaffold.write_package("guess-it", tmp_path)
     script = (
         "import agentkit; from agentkit.envs.check import check\n"
@@ -77,9 +77,9 @@ def test_what_is_written_is_clean_and_keeps_the_contract(tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package, built into a wheel and installed into a virtual environment of its own.
+    """The package, built into a wheel and installed into a separate virtual environment.
 
-    Everything that the package depends on is seen through a path file, so that nothing is downloaded.
+    Its dependencies are found through a path file, so nothing is downloaded.
     """
     place = tmp_path_factory.mktemp("plugin")
     package = scaffold.write_package("stranger-env", place)
@@ -130,7 +130,7 @@ def test_the_package_installs_and_its_own_test_passes(installed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_stranger_trains_on_it(installed, tmp_path):
+def test_an_installed_package_can_be_trained_on(installed, tmp_path):
     package, python = installed
     small = [
         "steps=1",

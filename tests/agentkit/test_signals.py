@@ -1,4 +1,4 @@
-"""Ctrl-C once asks, twice stops, and nothing is left running."""
+"""Ctrl-C: once finishes, twice cancels, and no process is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from processes import gone
 
 PROGRAM = """
 import asyncio, subprocess, sys, time
-from agentkit.cli import signals
+from agentkit import signals
 
 signals.GRACE_S = 1.0
 
@@ -34,8 +34,8 @@ async def work(stop):
             child.wait()
 
 try:
-    print(asyncio.run(signals.obeying_signals(work, lambda text: print("said", text, flush=True))))
-except asyncio.CancelledError:
+    print(signals.run_interruptible(work, lambda text: print("said", text, flush=True)))
+except KeyboardInterrupt:
     sys.exit(signals.STOPPED)
 """
 
@@ -49,7 +49,7 @@ def started(kind: str) -> tuple[subprocess.Popen[str], int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_once_finishes_cleanly(number: signal.Signals) -> None:
+def test_the_first_interrupt_finishes_cleanly(number: signal.Signals) -> None:
     process, child = started("obedient")
     os.kill(process.pid, number)
     output, _ = process.communicate(timeout=20)
@@ -70,7 +70,7 @@ def test_twice_cancels_and_cleans_up() -> None:
     assert gone(child)
 
 
-def test_twice_kills_what_does_not_listen_with_all_its_children() -> None:
+def test_twice_kills_an_unresponsive_process_with_its_children() -> None:
     process, child = started("stuck")
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.2)
@@ -80,7 +80,7 @@ def test_twice_kills_what_does_not_listen_with_all_its_children() -> None:
     assert gone(child)
 
 
-def test_three_times_is_at_once() -> None:
+def test_a_third_interrupt_exits_at_once() -> None:
     process, child = started("stuck")
     for _ in range(3):
         os.kill(process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Records: nothing is lost, nothing is invented, the caller does not wait, and a roll-back forgets exactly the rest."""
+"""Records: complete and exact, written without blocking the caller, and rolled back to exactly one step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_everything_reads_back(directory: RunDirectory) -> None:
     assert (event["event"], event["pid"], event["where"], event["share"]) == ("started", 1, "x", 0.5)
 
 
-def test_lists_can_be_narrowed(directory: RunDirectory) -> None:
+def test_lists_can_be_filtered_and_limited(directory: RunDirectory) -> None:
     with Recorder(directory) as recorder:
         for step in range(5):
             recorder.episode(step, episode(step), "trained" if step % 2 else "dropped")
@@ -80,7 +80,7 @@ def test_lists_can_be_narrowed(directory: RunDirectory) -> None:
     assert [row.step for row in records.list_episodes(path, last=2)] == [3, 4]
     assert [row.step for row in records.list_episodes(path, Filter(step=2))] == [2]
     assert [trajectory.group_id for _, trajectory in records.iterate_trajectories(path, ending="dropped")] == [0, 2, 4]
-    with pytest.raises(RunDirectoryError, match="has no episode 77; it holds 1 to 5"):
+    with pytest.raises(RunDirectoryError, match="has no episode 77; it contains 1 to 5"):
         records.read_episode(path, 77)
 
 
@@ -114,7 +114,7 @@ def test_lists_can_be_filtered_and_sorted(directory: RunDirectory) -> None:
     assert groups(env_id="Sokoban-v0") == []
 
 
-def test_an_evaluation_that_is_repeated_takes_the_place_of_the_first(directory: RunDirectory) -> None:
+def test_a_repeated_evaluation_replaces_the_first(directory: RunDirectory) -> None:
     def rows() -> list[tuple[int, str, int]]:
         found = records.list_episodes(directory.episodes_file)
         return [(row.step, row.ending, row.group_id) for row in found]
@@ -127,11 +127,14 @@ def test_an_evaluation_that_is_repeated_takes_the_place_of_the_first(directory: 
         recorder.episode(2, episode(7), "trained")
         recorder.begin_evaluation(2)
         recorder.episode(2, episode(3), "eval")
+        recorder.metrics(2, {"eval/success": 0.5})
     assert rows() == [(0, "eval", 1), (2, "trained", 7), (2, "eval", 3)]
+    measured = [(row["step"], row["eval/success"]) for row in read_jsonl(directory.metrics_file)]
+    assert measured == [(0, 1.0), (2, 0.5)]
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_rollback_keeps_whole_evaluations_of_its_step_alone(directory: RunDirectory, measured: bool) -> None:
+def test_rollback_keeps_only_complete_evaluations_of_its_step(directory: RunDirectory, measured: bool) -> None:
     with Recorder(directory) as recorder:
         for step in (1, 2, 3):
             recorder.metrics(step, {"policy/loss": 0.0})
@@ -169,7 +172,7 @@ def test_readers_see_a_run_that_is_going_on(directory: RunDirectory) -> None:
             time.sleep(0.05)
 
 
-def test_rollback_forgets_later_steps_and_says_so(directory: RunDirectory) -> None:
+def test_rollback_removes_later_steps_and_writes_an_event(directory: RunDirectory) -> None:
     with Recorder(directory) as recorder:
         for step in range(6):
             recorder.metrics(step, {"x": step})
@@ -241,8 +244,8 @@ def test_a_disk_that_refuses_is_reported_and_never_hangs(directory: RunDirectory
         recorder.event("late")
 
 
-def test_a_file_that_is_no_database_is_refused(directory: RunDirectory) -> None:
-    directory.episodes_file.write_bytes(b"not a database, whatever its name says" * 100)
+def test_a_file_that_is_not_a_database_is_refused(directory: RunDirectory) -> None:
+    directory.episodes_file.write_bytes(b"not a database, despite its name" * 100)
     with pytest.raises(RunDirectoryError, match="cannot be written to"):
         Recorder(directory)
 

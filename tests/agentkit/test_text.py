@@ -1,4 +1,4 @@
-"""What a sandbox or a policy wrote is shown by a terminal, never obeyed."""
+"""Control characters in the output of a sandbox or a policy have no effect on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentkit.envs.remote import InSandbox
+from agentkit.envs.isolation.process import RemoteTraceback
 from agentkit.errors import AgentkitError, EnvCrashed, ExecFailed
 from agentkit.text import printable
 
@@ -48,4 +48,4 @@ def test_messages_of_errors_are_printable(caplog: pytest.LogCaptureFixture) -> N
         assert "\x1b" not in str(error)
         logging.getLogger("agentkit").warning("failed: %s", error)
     assert "\x1b" not in caplog.text
-    assert "\x1b" not in str(InSandbox(CLEAR))
+    assert "\x1b" not in str(RemoteTraceback(CLEAR))

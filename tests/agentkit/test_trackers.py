@@ -1,4 +1,4 @@
-"""Trackers, by what their own tools read back."""
+"""Trackers write data that their own tools can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
 
 
-def test_tensorboard_reads_back_what_was_logged_and_not_what_was_rolled_back(tmp_path: Path) -> None:
+def test_tensorboard_shows_logged_metrics_without_rolled_back_ones(tmp_path: Path) -> None:
     require("tensorboard", "pip install 'agentkit-rl[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -58,7 +58,7 @@ def test_wandb_offline_keeps_the_run_on_this_machine(tmp_path: Path, monkeypatch
 
 
 def read_wandb(file: Path) -> tuple[list[dict], str, str]:
-    """What the file of an offline run holds: its history, name and project."""
+    """Return the history, name and project in the file of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
     history, name, project = [], "", ""

@@ -1,4 +1,4 @@
-"""Views show what the run tells them, and leave the terminal alone."""
+"""Views show the events of a run, and restore the terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from agentkit import progress
-from agentkit.cli.evaluate import wilson_interval
 from agentkit.cli.views import LiveView, PlainView, Progression
 from agentkit.config_io import parse_config
+from agentkit.results import wilson_interval
 
 CONFIG = parse_config("env: {id: FrozenLake-v1}")
 METRICS = {
@@ -27,7 +27,7 @@ METRICS = {
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView()
-    view.start(3, CONFIG)
+    view.start(CONFIG.model_copy(update={"steps": 3}))
     view.stage("training")
     view.stage("training")
     view.step(1, METRICS)
@@ -47,7 +47,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_live_view_restores_the_terminal() -> None:
     screen = io.StringIO()
     view = LiveView(Console(file=screen, force_terminal=True, width=100))
-    view.start(10, CONFIG)
+    view.start(CONFIG.model_copy(update={"steps": 10}))
     view.stage("training")
     view.step(4, METRICS)
     view.message("a [message] with brackets")
@@ -63,11 +63,11 @@ HOSTILE = "[bold]x[/] [/] [Next >] :smile: \x1b]0;title\x07\x1b[31mred"
 SHOWN = "[bold]x[/] [/] [Next >] :smile: \\x1b]0;title\\x07\\x1b[31mred"
 
 
-def test_texts_of_others_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    config = parse_config("env: {id: FrozenLake-v1}", ["dir='runs/[bold]a[/]'", "model.path='[/]:smile:'"])
+def test_markup_in_texts_is_shown_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config("env: {id: FrozenLake-v1}", ["dir='runs/[bold]a[/]'", "model.path='[/]:smile:'", "steps=10"])
     screen = io.StringIO()
     for view in (LiveView(Console(file=screen, force_terminal=True, width=200)), PlainView()):
-        view.start(10, config)
+        view.start(config)
         view.message(HOSTILE)
         with progress.work(HOSTILE, 4):
             view.step(4, METRICS)

@@ -5,7 +5,8 @@ what an earlier one made. ``bash`` runs in a shell with this environment's comma
 ``yaml`` is validated as a run's configuration. An HTML comment directly above a block may change that:
 
 ``<!-- run with: ARGUMENTS -->``
-    ``ARGUMENTS`` are appended to each ``agentkit run`` and ``agentkit eval``, to make a long one short.
+    ``ARGUMENTS`` are appended to each ``agentkit run`` and ``agentkit eval``, and passed as ``overrides`` to
+    ``agentkit.train("FILE.yaml")``, to make a long one short.
 ``<!-- run by: FILE -->``, ``<!-- run by: FILE: TEXT -->``
     Another file runs it: every command of the block (or ``TEXT``) must stand in that file.
 ``<!-- same as: FILE -->``
@@ -16,6 +17,7 @@ Blocks without a language are drawings and output, and must not look like comman
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -25,15 +27,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from requiring import require
 
 from agentkit.config_io import parse_config
+from agentkit.errors import EngineUnavailable
+from agentkit.sandboxes.backends.local.backend import LocalBackend
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 MARKER = re.compile(r"<!--\s*(run with|run by|same as)\b:? *([^\n]*?) *-->\n *\Z")
 COMMAND = re.compile(r"^ *(?:\\$ |agentkit |pip |make |python |git |\\.ci/)", re.MULTILINE)
-LONG = ("agentkit run", "agentkit eval")
+LONG = ("agentkit run", "agentkit eval", "agentkit.train")
 TIMEOUT_S = 300
 
 
@@ -92,16 +97,25 @@ def do(block: Block, directory: Path) -> None:
     elif block.marker == "same as":
         assert block.text == (ROOT / block.argument).read_text(encoding="utf-8")
     elif block.language in ("", "text"):
-        assert not COMMAND.search(block.text), "a command in a block without a language is run by nobody; call it bash"
+        assert not COMMAND.search(block.text), "a command in a block without a language does not run; call it bash"
     elif block.language == "bash":
         run_bash(block, directory)
     elif block.language == "python":
-        check_run([sys.executable, "-c", block.text], directory)
+        overrides = f'.yaml", overrides={block.argument.split()!r}'
+        text = block.text.replace('.yaml"', overrides) if block.marker == "run with" else block.text
+        check_run([sys.executable, "-c", text], directory)
     elif block.language == "yaml":
         whole = re.search(r"^env:", block.text, re.MULTILINE)
         parse_config(block.text if whole else f"env: {{id: X-v0}}\n{block.text}")
     else:
         pytest.fail(f"a block in {block.language or 'no language'!r} is neither run nor marked")
+
+
+def require_local_sandboxes() -> None:
+    try:
+        asyncio.run(LocalBackend().start())
+    except EngineUnavailable as error:
+        require(False, str(error))
 
 
 def is_long(page: Path) -> bool:
@@ -117,6 +131,8 @@ def is_long(page: Path) -> bool:
     ],
 )
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
+    if 'backend="local"' in page.read_text(encoding="utf-8"):
+        require_local_sandboxes()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
         try:

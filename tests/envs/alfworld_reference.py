@@ -1,4 +1,4 @@
-"""ALFWorld played by TextWorld's own environment under ALFWorld's own wrapper, to compare ours with."""
+"""Reference implementation of ALFWorld: TextWorld's environment under ALFWorld's wrapper."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import random
 from pathlib import Path
 from typing import Any
 
-from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld import alfworld_package
 
 
 def make(game: Path | dict[str, Any]) -> Any:
-    """The official environment of a game, loaded."""
-    infos = package.load("textworld").EnvInfos(won=True, admissible_commands=True)
-    wrapper = package.load("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
-    env = wrapper(package.load("textworld.envs").PddlEnv(infos), shuffle=False)
+    """Return the official environment with a game loaded."""
+    infos = alfworld_package.load("textworld").EnvInfos(won=True, admissible_commands=True)
+    wrapper = alfworld_package.load("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
+    env = wrapper(alfworld_package.load("textworld.envs").PddlEnv(infos), shuffle=False)
     env.load(game if isinstance(game, dict) else str(game))
     return env
 
 
 def episode(env: Any, actions: list[str]) -> list[tuple[str, float, bool, list[str]]]:
-    """What is said, the reward, whether it is won, and what may be done: at first and after each action."""
+    """Return the text, the reward, success and admissible commands: at the start and after each action."""
     state = env.reset()
     seen = [(state.feedback, 0.0, False, state["admissible_commands"])]
     for action in actions:
@@ -30,7 +30,7 @@ def episode(env: Any, actions: list[str]) -> list[tuple[str, float, bool, list[s
 
 
 def some_actions(env: Any, steps: int, seed: int) -> list[str]:
-    """A random walk, with a word now and then that is no command."""
+    """Return a random walk with occasional invalid commands."""
     rng, state, actions = random.Random(seed), env.reset(), []
     for _ in range(steps):
         actions.append(rng.choice(state["admissible_commands"]) if rng.random() < 0.9 else "dance")
@@ -54,5 +54,5 @@ def playable(folder: Path) -> list[str]:
 
 
 def costs(plan: list[str]) -> int:
-    """What ALFRED's domain charges: 5 for changing a thing, 1 for the rest that planners need."""
+    """Return the action costs of ALFRED's domain: 5 for changing an object, 1 for other actions that planners need."""
     return sum(5 if command.split()[0] in ("heat", "cool", "clean", "use") else 1 for command in plan)

@@ -1,4 +1,4 @@
-"""An environment that breaks in the way its action says; runs inside sandboxes."""
+"""Environments that fail as their action requests; they run inside sandboxes."""
 
 import os
 import random
@@ -66,19 +66,19 @@ class Faulty(TextEnv):
 
 
 class Alone(Faulty):
-    """Has a process of its own."""
+    """An environment that declares ``process``."""
 
     concurrency: ClassVar[Concurrency] = "process"
 
 
 class Moody(Faulty):
-    """Does not play the same twice."""
+    """An environment that is not deterministic."""
 
     deterministic: ClassVar[bool] = False
 
 
 class Own(Faulty):
-    """Makes sandboxes itself, it says."""
+    """An environment that declares sandboxes of its own."""
 
     @classmethod
     def own_sandboxes(cls, **kwargs: Any) -> str:

@@ -1,4 +1,4 @@
-"""A second Sokoban, written for tests alone: sets of coordinates, no bits, no pruning, no heuristics."""
+"""Reference implementation of Sokoban for tests: sets of coordinates, no bits, no pruning, no heuristics."""
 
 from __future__ import annotations
 

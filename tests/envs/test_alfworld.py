@@ -1,4 +1,4 @@
-"""AlfWorld-v0 against TextWorld's own environment, on official games and on our own; and what may go wrong with it."""
+"""AlfWorld-v0 against TextWorld's own environment, on official and generated games; and its failures."""
 
 import json
 import os
@@ -25,9 +25,9 @@ from requiring import require
 
 import agentkit
 from agentkit import data as datasets
+from agentkit.envs.alfworld import alfworld_package, generator, pddl_translation
 from agentkit.envs.alfworld import env as module
 from agentkit.envs.alfworld import games as listing
-from agentkit.envs.alfworld import generator, package, translation
 from agentkit.envs.alfworld.env import AlfWorld
 from agentkit.envs.base import expert_actions
 from agentkit.errors import ConfigError, DataError, EnvCrashed, EnvTimeout, RegistryError
@@ -37,7 +37,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def official(tmp_path_factory):
-    """A folder of official games that shows the splits that were asked for, and no others."""
+    """Return a folder of official games with only the requested splits."""
     shown = tmp_path_factory.mktemp("alfworld")
 
     def part(split):
@@ -56,8 +56,8 @@ def data_root(tmp_path_factory):
 
 @pytest.fixture
 def make(data_root, monkeypatch):
-    """Makes environments whose data and caches are the session's, and closes them."""
-    require("alfworld", package.REMEDY)
+    """Create environments with the session's data and caches, and close them."""
+    require("alfworld", alfworld_package.REMEDY)
     monkeypatch.setenv("AGENTKIT_DATA", str(data_root))
     made = []
 
@@ -94,12 +94,13 @@ def solve(env, most=50, **reset):
 # What it plays.
 
 
+@pytest.mark.official
 @pytest.mark.slow
 @pytest.mark.parametrize("upgrade", [False, True], ids=["2.1.1", "2.1.2"])
 def test_official_games_are_played_as_textworld_plays_them(make, official, upgrade):
     import alfworld_reference as reference
 
-    from agentkit.envs.alfworld.engine import upgraded
+    from agentkit.envs.alfworld.worker import upgraded
 
     env = make(data=str(official("valid_seen")), split="valid_seen", upgrade=upgrade, tasks=["look_at_obj_in_light"])
     env.reset(seed=0)
@@ -124,7 +125,7 @@ def test_each_task_is_played_as_textworld_plays_it_and_won_by_the_planner(make, 
 
 
 @pytest.mark.slow
-def test_a_plan_costs_as_little_as_fast_downwards_for_the_whole_room(make):
+def test_a_plan_costs_the_same_as_fast_downwards(make):
     import alfworld_reference as reference
 
     env = make(tasks=["pick_clean_then_place_in_recep"], split="valid_seen")
@@ -136,7 +137,7 @@ def test_a_plan_costs_as_little_as_fast_downwards_for_the_whole_room(make):
     assert reference.costs(list(env.expert())) == reference.costs(whole)
 
 
-def test_the_planner_goes_on_from_wherever_one_is(make):
+def test_the_planner_continues_from_any_state(make):
     env = make(tasks=["pick_and_place_simple"], split="valid_seen")
     _, info = env.reset(seed=2)
     taken = False
@@ -161,7 +162,8 @@ def test_the_hand_coded_expert_wins_by_looking(make, task):
     assert any(solve(env, seed=seed)[0] for seed in range(2))  # it does not always succeed
 
 
-def test_the_hand_coded_expert_speaks_the_games_own_words(make, official):
+@pytest.mark.official
+def test_the_hand_coded_expert_uses_the_games_commands(make, official):
     folder = str(official("valid_seen"))
     env = make(data=folder, split="valid_seen", expert="handcoded", tasks=["pick_and_place_simple"])
     assert any(solve(env, seed=seed)[0] for seed in range(3))
@@ -178,11 +180,11 @@ def test_consecutive_seeds_play_every_game_once(make):
     assert few.reset(seed=7)[1]["game"] == few.games[3].name
     again = env.reset(options={"game": names[3]})[1]["game"]
     assert again == names[3]
-    with pytest.raises(ConfigError, match="no game 'nowhere'"):
+    with pytest.raises(ConfigError, match="game 'nowhere' is not one of"):
         env.reset(options={"game": "nowhere"})
 
 
-def test_what_is_no_command_changes_nothing_and_is_counted(make):
+def test_invalid_commands_change_nothing_and_are_counted(make):
     env = make(split="valid_seen", show_actions=True, render_mode="ansi")
     observation, info = env.reset(seed=0)
     assert observation.endswith(f"You can: {'; '.join(info['admissible_actions'])}.")
@@ -209,6 +211,7 @@ def test_a_won_game_is_over(make):
 # Which games there are.
 
 
+@pytest.mark.official
 def test_the_official_filter(official, tmp_path):
     import alfworld_reference as reference
 
@@ -224,6 +227,7 @@ def test_the_official_filter(official, tmp_path):
         listing.games(folder, "valid_unseen", tmp_path)
 
 
+@pytest.mark.official
 @pytest.mark.slow
 def test_the_official_training_games(official, tmp_path):
     folder = official("train")
@@ -267,7 +271,7 @@ def test_games_that_arrive_in_folders_that_are_there_are_seen(tmp_path):
     assert len(listing.games(tmp_path, "train", tmp_path / "index")) == 5
 
 
-def test_an_index_of_no_game_is_not_kept(tmp_path):
+def test_an_empty_index_is_not_stored(tmp_path):
     (tmp_path / "train" / "pick_and_place_simple-Mug-None-Shelf-1").mkdir(parents=True)
     for index in (None, tmp_path / "index"):
         with pytest.raises(DataError, match="holds no playable game"):
@@ -275,7 +279,7 @@ def test_an_index_of_no_game_is_not_kept(tmp_path):
     assert not (tmp_path / "index").exists()
 
 
-def test_games_that_may_not_be_read_are_said_so(tmp_path):
+def test_unreadable_games_are_reported(tmp_path):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         os.makedirs(f"{folder}/train")
@@ -294,31 +298,31 @@ def test_a_task_may_be_given_alone(tmp_path):
 # What is kept.
 
 
-def test_what_one_user_translated_another_need_not(monkeypatch):
-    made = translation.Translation("sas", [], {}, [], {})
-    monkeypatch.setattr(translation, "_translate", lambda domain, problem: made)
+def test_translations_are_shared_between_users(monkeypatch):
+    made = pddl_translation.Translation("sas", [], {}, [], {})
+    monkeypatch.setattr(pddl_translation, "_translate", lambda domain, problem: made)
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         kept = Path(folder) / "kept"
-        assert translation.translated("domain", "problem", kept) == made
-        monkeypatch.setattr(translation, "_translate", lambda domain, problem: pytest.fail("translated again"))
-        assert as_another(translation.translated, "domain", "problem", kept) == made
+        assert pddl_translation.translated("domain", "problem", kept) == made
+        monkeypatch.setattr(pddl_translation, "_translate", lambda domain, problem: pytest.fail("translated again"))
+        assert as_another(pddl_translation.translated, "domain", "problem", kept) == made
         assert len(os.listdir(kept)) == 1
 
 
 def test_a_full_disk_costs_time_only_and_nothing_is_left(monkeypatch, tmp_path):
-    made = translation.Translation(os.urandom(1_000).hex(), [], {}, [], {})
-    monkeypatch.setattr(translation, "_translate", lambda domain, problem: made)
+    made = pddl_translation.Translation(os.urandom(1_000).hex(), [], {}, [], {})
+    monkeypatch.setattr(pddl_translation, "_translate", lambda domain, problem: made)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        assert translation.translated("domain", "problem", tmp_path) == made
+        assert pddl_translation.translated("domain", "problem", tmp_path) == made
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == []
 
 
-def test_where_the_data_can_only_be_read_games_are_translated_once_too(make, monkeypatch, tmp_path):
+def test_games_of_read_only_data_are_translated_once(make, monkeypatch, tmp_path):
     folder = str(make(split="valid_seen").games[0].path.parents[3])
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -329,13 +333,14 @@ def test_where_the_data_can_only_be_read_games_are_translated_once_too(make, mon
     assert sorted(kept) == [".json", ".z"]
 
 
-def test_without_any_place_to_write_games_are_played_all_the_same(make, monkeypatch, tmp_path):
+def test_games_can_be_played_without_a_writable_directory(make, monkeypatch, tmp_path):
     folder = str(make(split="valid_seen").games[0].path.parents[3])
     (tmp_path / "data").write_text("a file")
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path / "data"))
     assert make(data=folder, split="valid_seen").reset(seed=0)[1]["game"]
 
 
+@pytest.mark.official
 def test_game_files_are_left_alone(make, official, tmp_path):
     folder = tmp_path / "read-only"
     source = listing.games(official("valid_seen"), "valid_seen")[0]
@@ -363,12 +368,12 @@ def test_a_game_that_does_not_load_is_reported_once_and_passed_over(make, tmp_pa
         warnings.simplefilter("always")
         assert {env.reset(seed=seed)[1]["game"] for seed in range(8)} == {good.name}
     assert len(caught) == 3
-    assert all("cannot be played and is passed over" in str(one.message) for one in caught)
+    assert all("cannot be played and is skipped" in str(one.message) for one in caught)
     with pytest.raises(EnvCrashed, match="no game can be played"):
         env.reset(options={"game": "pick_and_place_simple-Mug-None-Shelf-0/trial_1"})
 
 
-def test_what_is_asked_for_must_exist(make, tmp_path):
+def test_arguments_without_a_meaning_are_refused(make, tmp_path):
     for kwargs, message in (
         ({"split": "test"}, "split='test' must be one of train, valid_seen, valid_unseen"),
         ({"tasks": ["dance"]}, "the tasks are pick_and_place_simple"),
@@ -383,8 +388,10 @@ def test_what_is_asked_for_must_exist(make, tmp_path):
         make(data="alfworld")
 
 
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None if name == "fast_downward" else name)
+def test_without_the_extra_the_error_names_the_package_to_install(monkeypatch):
+    monkeypatch.setattr(
+        alfworld_package.importlib.util, "find_spec", lambda name: None if name == "fast_downward" else name
+    )
     with pytest.raises(RegistryError, match=r'needs fast_downward.*pip install "agentkit-rl\[alfworld\]"'):
         agentkit.make("AlfWorld-v0")
 
@@ -392,8 +399,9 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
 # Our own games.
 
 
+@pytest.mark.official
 def test_generated_games_have_the_official_form_and_the_splits_share_nothing(official):
-    require("alfworld", package.REMEDY)
+    require("alfworld", alfworld_package.REMEDY)
     theirs = json.loads(listing.games(official("valid_seen"), "valid_seen")[0].path.read_text())
     made = {split: [generator.generate(split, index) for index in range(48)] for split in listing.SPLITS}
     for split in listing.SPLITS:
@@ -426,15 +434,15 @@ def test_games_of_ours_are_won_by_the_planner(make, split):
 # What may go wrong.
 
 
-def child_of(env: AlfWorld) -> psutil.Process:
-    assert env._child._pid is not None
-    return psutil.Process(env._child._pid)
+def worker_of(env: AlfWorld) -> psutil.Process:
+    assert env._worker.pid is not None
+    return psutil.Process(env._worker.pid)
 
 
 def test_a_process_that_dies_is_a_crash_and_the_next_reset_has_a_fresh_one(make):
     env = make(split="valid_seen")
     first = env.reset(seed=0)
-    child_of(env).kill()
+    worker_of(env).kill()
     with pytest.raises(EnvCrashed, match="its process died"):
         env.step("look")
     with pytest.raises(ResetNeeded):
@@ -446,7 +454,7 @@ def test_a_process_that_dies_is_a_crash_and_the_next_reset_has_a_fresh_one(make)
 def test_a_process_that_hangs_is_killed_in_time(make, monkeypatch):
     env = make(split="valid_seen")
     env.reset(seed=0)
-    hanging = child_of(env)
+    hanging = worker_of(env)
     os.kill(hanging.pid, signal.SIGSTOP)
     monkeypatch.setattr(module, "STEP_TIMEOUT", 0.3)
     with pytest.raises(EnvTimeout, match=r"step took longer than 0.3 s"):
@@ -460,7 +468,7 @@ def test_nothing_is_printed_and_nothing_is_left_behind(make, capfd):
     env.reset(seed=3)
     list(env.expert())
     env.step("look")
-    process = child_of(env)
+    process = worker_of(env)
     env.close()
     env.close()
     assert gone(process.pid)
@@ -470,19 +478,19 @@ def test_nothing_is_printed_and_nothing_is_left_behind(make, capfd):
 def test_children_end_with_the_process_that_made_them(make):
     script = (
         "import agentkit, time; env = agentkit.make('AlfWorld-v0', split='valid_seen'); env.reset(seed=0); "
-        "print(env._child._pid, flush=True); time.sleep(600)"
+        "print(env._worker.pid, flush=True); time.sleep(600)"
     )
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     ) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        nursery = child.parent()
+        worker = psutil.Process(int(parent.stdout.readline()))
+        server = worker.parent()
         parent.kill()
-    assert nursery is not None
-    assert gone(child.pid)
-    assert gone(nursery.pid)
+    assert server is not None
+    assert gone(worker.pid)
+    assert gone(server.pid)
 
 
 def test_threads_play_side_by_side(make):

@@ -4,7 +4,7 @@ import pytest
 from requiring import require
 
 import agentkit
-from agentkit.envs.alfworld import package
+from agentkit.envs.alfworld import alfworld_package
 from agentkit.errors import EngineUnavailable, ImageError
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -13,12 +13,12 @@ IMAGE = "agentkit/env-alfworld"
 
 @pytest.fixture(scope="module")
 def image():
-    require("alfworld", package.REMEDY)
+    require("alfworld", alfworld_package.REMEDY)
     require("docker", "pip install 'agentkit-rl[docker]'")
-    from agentkit.sandboxes.images import build_environments
+    from agentkit.envs.isolation.image import build_env_image
 
     try:
-        build_environments(packages=("alfworld",), tag=IMAGE)
+        build_env_image(packages=("alfworld",), tag=IMAGE)
     except (EngineUnavailable, ImageError) as error:
         require(False, f"run .ci/docker, which starts an engine and builds the base image ({error})")
     return IMAGE

@@ -1,4 +1,4 @@
-"""The checker accepts the built-in environments, and catches each fault that it is there for."""
+"""The checker accepts the built-in environments and detects each documented fault."""
 
 import random
 import threading
@@ -9,13 +9,13 @@ import pytest
 
 from agentkit import registry
 from agentkit.envs import check as examination
-from agentkit.envs.adapters import Blocking
 from agentkit.envs.base import AsyncTextEnv, TextEnv
 from agentkit.envs.check import check
+from agentkit.envs.sync import SyncTextEnv, make_sync
 
 
 class Good(TextEnv):
-    """Say the word that is shown. Four letters, so that a random agent succeeds now and then."""
+    """Repeat the shown word, which has four letters, so that a random agent succeeds sometimes."""
 
     instructions = "Repeat the word."
     max_turns = 3
@@ -129,7 +129,7 @@ class Line(TextEnv):
 
 
 class StopsHalfWay(Line):
-    """Its plan is wrong after the first step, which only an expert asked before every step conceals."""
+    """Its plan is wrong after the first step; asking the expert before every step hides this."""
 
     def expert(self):
         yield "left"
@@ -284,7 +284,7 @@ def test_a_hanging_environment_does_not_hang_the_checker(examine):
     assert "did not end within 0.3 s" in result.detail
 
 
-def test_what_cannot_be_loaded_is_a_result_too():
+def test_environment_that_cannot_be_loaded_is_a_failed_check():
     (result,) = check("Nothing-v0")
     assert not result.passed
     assert "no environment" in result.detail
@@ -292,10 +292,12 @@ def test_what_cannot_be_loaded_is_a_result_too():
     assert "did you mean 'size'" in result.detail
 
 
-def test_the_adapter_closes_its_loop():
-    env = Blocking(OverWire())
+def test_sync_wrapper_plays_and_closes_an_asynchronous_environment():
+    env = make_sync(OverWire)
+    assert isinstance(env, SyncTextEnv)
     env.reset(seed=0)
     assert env.step("rose")[4]["action_valid"]
     env.close()
     env.close()
-    assert env._loop.is_closed()
+    with pytest.raises(ValueError, match="render_mode='ansi' is not one of OverWire's modes"):
+        make_sync(OverWire, render_mode="ansi")

@@ -1,4 +1,4 @@
-"""Programming tasks: the reference programs against other implementations, and programs that do their worst."""
+"""Programming tasks: reference programs compared with other implementations, and hostile programs."""
 
 import asyncio
 import contextlib
@@ -23,20 +23,20 @@ from gymnasium.utils.env_checker import check_env
 from requiring import require
 
 import agentkit
-from agentkit.envs import shared
-from agentkit.envs.adapters import Blocking
+from agentkit.envs import shared_resources as shared
 from agentkit.envs.base import expert_actions
 from agentkit.envs.code_contest import CodeContest
 from agentkit.envs.code_contest.env import program_in
-from agentkit.envs.code_contest.families import FAMILIES, draw
 from agentkit.envs.code_contest.task import Case, Task
+from agentkit.envs.code_contest.task_families import FAMILIES, draw
+from agentkit.envs.code_runner.runner import SOURCE_LIMIT, Limits, runner
 from agentkit.envs.math import Math
-from agentkit.envs.portal import portal
-from agentkit.envs.programs import SOURCE_LIMIT, Limits, runner
-from agentkit.envs.tasks import part_of
+from agentkit.envs.sync import SyncTextEnv
+from agentkit.envs.task_files import part_of
 from agentkit.errors import ConfigError, EnvCrashed, RegistryError
+from agentkit.portal import portal
 from agentkit.sandboxes import Sandbox
-from agentkit.sandboxes.backends import local_state
+from agentkit.sandboxes.backends.local import state as local_state
 
 BACKENDS = ["local", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])]
 MEMORY = 128 << 20
@@ -46,7 +46,7 @@ ECHO = Task(statement="Print the input.", tests=(Case(input="one", output="one\n
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def sandboxes(request):
-    """A share in the sandboxes of a back end, of which none is left in the end."""
+    """A share in the sandboxes of a back end; fails if sandboxes are left at the end."""
     backend = request.param
     if backend == "local":
         require(shutil.which("bwrap") is not None, "install bubblewrap")
@@ -59,14 +59,14 @@ def sandboxes(request):
         require(False, f"run `.ci/docker` ({error})")
     labels = pool_labels(backend)
     yield backend, share
-    portal().run(share._give_back())
-    assert not shared._entries
+    portal().run(share._release())
+    assert not shared._open
     assert portal().run(Sandbox.list(labels=labels, backend=backend)) == []
 
 
 def pool_labels(backend):
-    entry: Any = shared._entries["programs", backend, MEMORY]
-    return {"pool": entry.resource._pool._care._spec.labels["pool"]}
+    entry: Any = shared._open["programs", backend, MEMORY]
+    return entry.resource._pool.labels
 
 
 async def run(sandboxes, source, *inputs, limits=LIMITS):
@@ -81,13 +81,13 @@ def numbers_of(text):
 
 
 def longest_run(text):
-    """By regular expressions."""
+    """Compute it by regular expressions."""
     best = max((match.group() for match in re.finditer(r"(.)\1*", text.strip())), key=len)
     return best[0], len(best)
 
 
 def first_wrong_bracket(text):
-    """By deleting adjacent pairs: the place where the shortest bad prefix ends, or the balance."""
+    """Delete adjacent pairs; return the end of the shortest invalid prefix, or the balance."""
     text = text.strip()
 
     def reduced(part):
@@ -102,13 +102,13 @@ def first_wrong_bracket(text):
 
 
 def ways(amount, *coins):
-    """By counting the multiples of the two larger coins."""
+    """Count the multiples of the two larger coins."""
     first, second = coins
     return sum((amount - second * k) // first + 1 for k in range(amount // second + 1))
 
 
 def reference(statement, text):
-    """What a task wants, computed otherwise than by its own program."""
+    """Return the expected output of a task, computed by another algorithm than its own program."""
     a = [int(number) for number in re.findall(r"\d+", statement)]
     if "sum of those" in statement:
         return str(sum(x for x in numbers_of(text) if not x % a[0] and x > a[1]))
@@ -150,7 +150,7 @@ def reference(statement, text):
     return str(sums)
 
 
-def test_every_kind_of_task_wants_what_its_text_says():
+def test_outputs_of_every_kind_of_task_match_its_statement():
     seen = Counter()
     for seed in range(150):
         task = draw(np.random.default_rng(seed), None)
@@ -215,7 +215,7 @@ def test_a_program_is_the_last_fenced_block_or_everything():
         ('{"statement": "x", "tests": [{"input": "", "output": ""}], "teste": 1}', "line 2: teste"),
     ],
 )
-def test_a_malformed_file_is_told_by_line(tmp_path, line, words):
+def test_malformed_file_is_reported_by_line(tmp_path, line, words):
     path = tmp_path / "tasks.jsonl"
     path.write_text(f"{ECHO.model_dump_json()}\n{line}\n")
     with pytest.raises(ConfigError, match=re.escape(words)):
@@ -253,7 +253,7 @@ async def episode(backend, task=ECHO, **kwargs):
     await env.close()
 
 
-async def test_the_expert_solves_what_is_drawn(sandboxes):
+async def test_expert_solves_drawn_tasks(sandboxes):
     env = CodeContest(backend=sandboxes[0], memory=MEMORY, split="train")
     for seed in range(4):
         observation, _ = await env.reset(seed=seed)
@@ -298,7 +298,7 @@ async def test_the_reward_is_for_passed_tests(sandboxes, program, partial, rewar
 
 
 @pytest.mark.parametrize("program", ["", " \n", "#" * (SOURCE_LIMIT + 1)])
-async def test_what_is_no_program_needs_no_sandbox(program):
+async def test_invalid_program_needs_no_sandbox(program):
     async with episode("there is no such back end") as env:
         _, reward, terminated, _, info = await env.step(program)
     assert (reward, terminated, info) == (0.0, True, {"success": False, "action_valid": False})
@@ -326,7 +326,7 @@ async def test_a_users_tasks_are_read(sandboxes, tmp_path):
     path.write_text(
         json.dumps({"statement": "Say hi.", "tests": [{"input": "", "output": "hi"}], "solution": "print('hi')"})
     )
-    env = Blocking(CodeContest(path=str(path), backend=sandboxes[0], memory=MEMORY))
+    env = SyncTextEnv(CodeContest(path=str(path), backend=sandboxes[0], memory=MEMORY))
     try:
         assert (await asyncio.to_thread(env.reset, seed=3))[0] == "Say hi."
         action = next(expert_actions(env))
@@ -383,7 +383,7 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_program_that_does_its_worst_fails_and_leaves_nothing(sandboxes, name):
+async def test_a_hostile_program_fails_and_leaves_nothing(sandboxes, name):
     source, endings = HOSTILE[name]
     (before,) = await run(sandboxes, LEFT)
     first, second = await run(sandboxes, source, "a", "b")
@@ -397,7 +397,7 @@ async def test_a_program_that_does_its_worst_fails_and_leaves_nothing(sandboxes,
 
 
 async def test_a_greedy_program_fails(sandboxes):
-    """The everyday part of the above."""
+    """A fast part of the test above."""
     (run_,) = await run(sandboxes, "x = bytearray(10**9)")
     assert run_.failure == "memory limit"
     (run_,) = await run(sandboxes, "import os; os.kill(-1, 9)")
@@ -430,7 +430,7 @@ async def test_the_processor_time_of_all_processes_counts(sandboxes, program, fa
     assert counted.failure == failure, counted
 
 
-async def test_programs_begin_alike_whatever_the_hash_and_the_text(sandboxes):
+async def test_programs_start_with_the_same_hash_seed(sandboxes):
     program = "import os\nprint(hash('a'), {'b', 'c', 'd'}, 'é✓\\ud800', [n for n in os.environ if 'PYTHON' in n])"
     first, second = await run(sandboxes, program, "", "")
     assert first == second
@@ -616,7 +616,7 @@ async def remove(backend, id):
 
 
 async def kill(backend, id):
-    """Without asking the engine: to it, and to us, the sandbox dies for no reason."""
+    """Kill a sandbox without a request to the engine, so that its death is unexplained."""
     if backend == "local":
         state = local_state.load(id)
         assert state is not None
@@ -629,7 +629,7 @@ async def kill(backend, id):
 
 
 async def torment(sandboxes, end, program, times):
-    """How a program ended on two inputs, if its sandbox is ended ``times`` times while it works."""
+    """Return the outcome of a program on two inputs if its sandbox is killed ``times`` times meanwhile."""
     ended, began = 0, asyncio.Event()
     loop = asyncio.get_running_loop()
     work = asyncio.ensure_future(
@@ -637,7 +637,7 @@ async def torment(sandboxes, end, program, times):
             lambda shared: shared.run(program, ["a", "b"], LIMITS, begun=lambda: loop.call_soon_threadsafe(began.set))
         )
     )
-    entry: Any = shared._entries["programs", sandboxes[0], MEMORY]
+    entry: Any = shared._open["programs", sandboxes[0], MEMORY]
     while not work.done() and ended < times:
         waiting = asyncio.ensure_future(began.wait())
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -645,8 +645,8 @@ async def torment(sandboxes, end, program, times):
         if not work.done():
             began.clear()
             await asyncio.sleep(0.3)
-            (place,) = [place for place in entry.resource._pool._stock.ledger if place.state == "busy"]
-            await portal().call(end(sandboxes[0], place.box.id))
+            (box,) = entry.resource._pool.sandboxes("busy")
+            await portal().call(end(sandboxes[0], box.id))
             ended += 1
     return [run.failure for run in await work]
 
@@ -668,7 +668,7 @@ async def test_an_unexplained_death_is_the_programs_failure_the_second_time(sand
     assert await torment(sandboxes, kill, PATIENT, 100) == ["runtime error", "runtime error"]
 
 
-async def test_without_an_engine_there_is_no_score(monkeypatch):
+async def test_missing_engine_raises_instead_of_scoring(monkeypatch):
     require("docker", "pip install 'agentkit-rl[docker]'")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
     env = CodeContest(backend="docker", memory="65m")

@@ -21,7 +21,7 @@ from agentkit.envs.countdown.game import Task, draw, solve
 
 
 def by_syntax_tree(text):
-    """The reference: Python parses, a fold over its tree computes in fractions."""
+    """Evaluate with Python's parser and fractions; the reference of the tests."""
 
     def fold(node):
         match node:
@@ -61,7 +61,7 @@ expressions = st.recursive(
 
 @settings(deadline=None)
 @given(expressions)
-def test_values_are_pythons(text):
+def test_values_equal_those_of_python(text):
     try:
         expected = by_syntax_tree(text)
     except ZeroDivisionError:
@@ -75,7 +75,7 @@ def test_values_are_pythons(text):
 
 @settings(deadline=None)
 @given(st.text(max_size=400))
-def test_any_text_is_a_value_or_an_error(text):
+def test_arbitrary_text_gives_a_value_or_an_error(text):
     try:
         value = evaluate(text).value
     except ExpressionError:
@@ -140,7 +140,7 @@ def test_texts_of_the_alphabet_agree_with_python(text):
         "3 = 3",
     ],
 )
-def test_what_is_no_expression_is_refused_at_once(text):
+def test_invalid_expressions_are_refused_at_once(text):
     start = time.perf_counter()
     with pytest.raises(ExpressionError):
         evaluate(text)
@@ -175,7 +175,7 @@ def test_nothing_is_executed(monkeypatch):
 
 
 def every_value(numbers):
-    """All values that the numbers can be combined into, by enumerating binary trees over ordered splits."""
+    """Return all values that can be formed from the numbers, by enumerating binary trees over ordered splits."""
     if len(numbers) == 1:
         return {Fraction(numbers[0])}
     values = set()

@@ -1,4 +1,4 @@
-"""FrozenLake against gymnasium's own: transition by transition, draw by draw."""
+"""FrozenLake equals gymnasium's in every transition and every random draw."""
 
 import itertools
 from collections import Counter
@@ -80,7 +80,7 @@ def test_sampled_moves_follow_the_probabilities():
 
 
 def brute_force_reachable(rows):
-    """Whether any sequence of free moves leads from S to G: fixed-point over pairs of neighbouring cells."""
+    """Return whether any sequence of free moves leads from S to G: a fixed point over pairs of neighbouring cells."""
     cells = {(r, c): rows[r][c] for r in range(len(rows)) for c in range(len(rows[0]))}
     reached = {place for place, cell in cells.items() if cell == "S"}
     while True:
@@ -125,7 +125,7 @@ def test_the_parts_share_no_map():
 
 
 def discounted_values(lake, policy):
-    """What a policy is worth in every state, by solving the linear system of its own transitions."""
+    """Return the value of a policy in every state, by solving the linear system of its transitions."""
     count = len(lake.cells)
     matrix, gained = np.eye(count), np.array([float(cell == "G") for cell in lake.cells])
     for state in range(count):
@@ -148,7 +148,7 @@ def test_no_single_change_improves_the_policy(rows, success_rate):
 
 
 def shortest(rows):
-    """Fewest free moves from S to G, by growing the reached cells."""
+    """Return the fewest free moves from S to G, by growing the set of reached cells."""
     cells = {(r, c): rows[r][c] for r in range(len(rows)) for c in range(len(rows[0]))}
     reached = {place for place, cell in cells.items() if cell == "S"}
     for count in itertools.count():
@@ -165,7 +165,7 @@ def shortest(rows):
 
 @settings(max_examples=60, deadline=None)
 @given(maps.filter(solvable))
-def test_without_slipping_the_expert_takes_a_shortest_way(rows):
+def test_without_slipping_the_expert_takes_a_shortest_path(rows):
     env = FrozenLake(desc=rows)
     env.reset(seed=0)
     plan = list(env.expert())
@@ -177,7 +177,7 @@ def test_without_slipping_the_expert_takes_a_shortest_way(rows):
     assert reward == 1.0
 
 
-def test_on_slippery_ice_the_expert_waits_for_the_outcome():
+def test_on_slippery_ice_the_expert_plans_after_each_outcome():
     env = FrozenLake(is_slippery=True)
     env.reset(seed=3)
     assert len(list(env.expert())) == 1
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_named(kwargs, message):
         agentkit.make("FrozenLake-v1", **kwargs)
 
 
-def test_an_impossible_wish_ends():
+def test_impossible_map_settings_raise_an_error():
     env = FrozenLake(size=12, p=0.05)
     with pytest.raises(ValueError, match=r"found no solvable map with size=12"):
         env.reset(seed=0)

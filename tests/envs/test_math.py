@@ -15,36 +15,36 @@ from gymnasium.error import ResetNeeded
 from requiring import require
 
 import agentkit
-from agentkit.envs import shared
-from agentkit.envs.adapters import Blocking
+from agentkit.envs import shared_resources as shared
 from agentkit.envs.math import Math
+from agentkit.envs.math.answer_forms import value_in_form
 from agentkit.envs.math.env import answer_in
-from agentkit.envs.math.forms import value_in_form
 from agentkit.envs.math.problems import KINDS, Problem, draw, number, polynomial
-from agentkit.envs.math.verifier import LONGEST, verifier
-from agentkit.envs.portal import portal
-from agentkit.envs.tasks import part_of
+from agentkit.envs.math.verifier import LONGEST, Verifier, verifier
+from agentkit.envs.sync import SyncTextEnv
+from agentkit.envs.task_files import part_of
 from agentkit.errors import ConfigError, EnvCrashed
+from agentkit.portal import portal
 
 MEMORY = "128m"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def share():
-    """A share in the verifier, which ends with the module's tests."""
+    """A share in the verifier, which is closed after the module's tests."""
     require("math_verify", "pip install 'agentkit-rl[math]'")
     held = verifier()
     portal().run(held._use(lambda shared: shared.equal("1", "2")))
     yield held
-    portal().run(held._give_back())
-    assert "math verifier" not in shared._entries
+    portal().run(held._release())
+    assert "math verifier" not in shared._open
 
 
 # Problems.
 
 
 def by_sympy(text):
-    """The answer to a problem, worked out from its text."""
+    """Return the answer to a problem, computed by SymPy from its text."""
     sympy = pytest.importorskip("sympy")
     x = sympy.Symbol("x")
 
@@ -259,12 +259,12 @@ def monomials(**coefficients):
         (r"\int x dx", "expanded", None),
     ],
 )
-def test_a_form_is_a_matter_of_the_text_and_its_value_is_exact(answer, form, value):
+def test_the_form_is_read_from_the_text_and_the_value_is_exact(answer, form, value):
     assert value_in_form(answer, form) == value
 
 
 def unsolved(text):
-    """What a problem's text offers to copy, spelt as an expression or an equation that is true of the answer."""
+    """Return the formulas of a problem's text that could be copied, as expressions or equations true of the answer."""
     formulas = re.findall(r"\$(.*?)\$", text)
     integers = re.findall(r"\d+", text)
     if "Differentiate" in text:
@@ -306,7 +306,7 @@ def rational(answer):
 
 
 def respelt(answer, form, rng):
-    """Spellings of a correct answer, in its form, that should not matter."""
+    """Return equivalent spellings of a correct answer in the same form."""
     yield from (answer, f"x = {answer}", f"( {answer} )", f"\\displaystyle {answer}", f"${answer}$")
     yield rf"\left({answer.replace('frac', 'dfrac')}\right)"
     yield re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", answer)
@@ -355,7 +355,7 @@ async def test_copying_the_question_earns_nothing_and_its_answer_everything(kind
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_hostile_expressions_end_and_delay_nobody(share):
+async def test_hostile_expressions_end_and_do_not_delay_others(share):
     hostile = [
         "{" * 300,
         "9^{9^{9^{9^{9}}}}",
@@ -383,18 +383,16 @@ async def test_hostile_expressions_end_and_delay_nobody(share):
 
 
 async def test_a_verifier_that_is_killed_is_replaced(share):
-    resource: Any = shared._entries["math verifier"].resource
-    first = resource._process
+    resource: Any = shared._open["math verifier"].resource
+    assert await share.use(lambda shared: shared.equal("2", "4/2"))
+    first = resource._server._process
     first.kill()
     assert await share.use(lambda shared: shared.equal("2", "4/2"))
-    assert resource._process.pid != first.pid
+    assert resource._server._process.pid != first.pid
 
 
-async def test_a_verifier_that_cannot_start_is_no_score(monkeypatch):
-    from agentkit.envs.math import verifier as module
-
-    monkeypatch.setattr(module, "_BOOT", "raise SystemExit(1)")
-    broken = module.Verifier()
+async def test_verifier_that_cannot_start_raises():
+    broken = Verifier("no_such_module")
     with pytest.raises(EnvCrashed, match="died"):
         await broken.equal("1", "2")
     await broken.close()
@@ -469,7 +467,7 @@ def test_wrong_arguments_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["local", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])])
 def test_python_is_a_tool(backend):
     require(backend != "local" or shutil.which("bwrap") is not None, "install bubblewrap")
-    env = Blocking(agentkit.make("Math-v0", tools=True, backend=backend, memory=MEMORY, time_limit=1))
+    env = SyncTextEnv(agentkit.make("Math-v0", tools=True, backend=backend, memory=MEMORY, time_limit=1))
     try:
         env.reset(seed=0)
         said, reward, terminated, truncated, info = env.step("python: print(2**10)")

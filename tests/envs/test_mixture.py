@@ -1,4 +1,4 @@
-"""Mixtures: the domains' own episodes, in the ratios asked for, each under its own name."""
+"""Mixtures: the episodes of each domain, in the configured ratios, with the name of the domain."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ BOTH = [COUNTDOWN, LAKE]
 
 
 class Threaded(TextEnv):
-    """Says which thread it is in."""
+    """An environment that shows the thread in which it runs."""
 
     instructions = "Wait."
     concurrency = "thread"
@@ -93,7 +93,7 @@ async def test_a_domain_is_cut_off_at_its_own_turns():
     assert info["metrics"] == {"lake/success": 0.0}
 
 
-async def test_what_blocks_runs_in_one_thread_of_its_own():
+async def test_blocking_domain_runs_in_one_thread():
     agentkit.register("Threaded-v0", "test_mixture:Threaded")
     env = Mixture(domains=[{"id": "Threaded-v0"}])
     observation, _ = await env.reset(seed=0)

@@ -29,7 +29,7 @@ SMALL = """
 
 @st.composite
 def random_levels(draw, rows=5, columns=6, boxes=2):
-    """Levels at random, most of them without a solution."""
+    """Return random levels, most of them unsolvable."""
     inner = [(r, c) for r in range(1, rows - 1) for c in range(1, columns - 1)]
     places = draw(st.permutations(inner))
     walls = draw(st.integers(0, 3))
@@ -93,6 +93,7 @@ def test_the_solver_is_optimal_and_complete(text):
         assert game.solved
 
 
+@pytest.mark.official
 def test_a_node_limit_is_an_error_of_its_own():
     parsed = level.parse(boxoban_levels(1)[0])
     with pytest.raises(OutOfBudget):
@@ -147,11 +148,12 @@ def test_the_backward_play_alone_is_a_solution(monkeypatch):
         assert game.solved
 
 
-def test_what_does_not_fit_is_said():
+def test_arguments_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="found no room with rows=3"):
         generate(3, 8, 3, np.random.default_rng(0))
 
 
+@pytest.mark.official
 def test_boxoban_levels_are_read_and_solved():
     texts = boxoban_levels(1000)
     assert len(texts) == 1000
@@ -199,7 +201,7 @@ def test_xsb_of_any_shape_is_closed():
         ("", "one player"),
     ],
 )
-def test_what_is_no_level_is_refused(text, message):
+def test_invalid_levels_are_rejected(text, message):
     with pytest.raises(level.LevelError, match=message):
         level.parse(text)
 
@@ -255,7 +257,7 @@ def test_rewards_follow_the_literature():
         env.step("Left")
 
 
-def test_the_expert_goes_on_from_wherever_it_is_asked():
+def test_the_expert_continues_from_any_state():
     env = Sokoban(level=SMALL)
     for seed in range(5):
         env.reset(seed=0)
@@ -275,11 +277,12 @@ def test_a_lost_position_has_no_plan():
     env = Sokoban(level="######\n#.   #\n#  $ #\n#  @ #\n######")
     env.reset(seed=0)
     assert list(env.expert())
-    for action in ("Left", "Up", "Right"):  # the box goes to the right wall, away from which nobody can pull it
+    for action in ("Left", "Up", "Right"):  # the box goes to the right wall, where it can no longer be moved away
         env.step(action)
     assert list(env.expert()) == []
 
 
+@pytest.mark.official
 def test_levels_of_a_file_are_drawn_by_seed_and_part(tmp_path):
     env = agentkit.make("Sokoban-v0", levels=str(boxoban()), split="test")
     layouts = []
@@ -306,7 +309,7 @@ def test_the_parts_share_no_room():
     assert not layouts("train") & layouts("test")
 
 
-def test_pictures_tell_everything_apart():
+def test_pictures_distinguish_all_tiles():
     env = Sokoban(level="########\n#@.$* .#\n#  $   #\n########", render_mode="rgb_array")
     env.reset(seed=0)
     tiles = {}

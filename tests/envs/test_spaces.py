@@ -1,4 +1,4 @@
-"""The text space takes what is text, and nothing else."""
+"""The text space contains all Unicode strings and nothing else."""
 
 import gymnasium
 import pytest
@@ -15,7 +15,7 @@ def test_any_unicode_text_is_in_the_space(text):
 
 
 @pytest.mark.parametrize("other", [None, 3, b"bytes", ["a"], "\ud800", "a\udfffb"])
-def test_what_is_no_text_is_not(other):
+def test_values_that_are_not_text_are_not_in_the_space(other):
     assert other not in Text()
 
 

@@ -15,8 +15,8 @@ from swebench_cases import REMEDY, lite_dev, log, row
 from agentkit import registry
 from agentkit.envs.swebench import evaluation, grading, instance, tools
 from agentkit.envs.swebench.env import SWEBench
-from agentkit.envs.swebench.history import HIDE_FUTURE
-from agentkit.envs.swebench.releases import store
+from agentkit.envs.swebench.git_history import HIDE_FUTURE
+from agentkit.envs.swebench.releases import locations
 from agentkit.errors import ConfigError
 
 
@@ -29,6 +29,7 @@ def _extra() -> None:
 # Instances.
 
 
+@pytest.mark.official
 def test_the_official_file_loads_with_its_images_and_tests() -> None:
     tasks = instance.load(lite_dev())
     assert len(tasks) == 23
@@ -40,6 +41,7 @@ def test_the_official_file_loads_with_its_images_and_tests() -> None:
     assert {task.split for task in tasks} == {"train", "test"}
 
 
+@pytest.mark.official
 def test_the_evaluation_script_is_the_official_one_and_records_the_exit_code() -> None:
     task = next(task for task in instance.load(lite_dev()) if task.id == "sqlfluff__sqlfluff-1625")
     script = grading.eval_script(task.row).splitlines()
@@ -87,12 +89,12 @@ def test_json_and_task_repositories_load_too(tmp_path: Path) -> None:
     [
         (json.dumps({k: v for k, v in row().items() if k != "eval_script"}), "o__r-1 lacks eval_script"),
         (json.dumps(row()) + "\n" + json.dumps(row()), "holds o__r-1 twice"),
-        (json.dumps(row(image_assets={"patch": [{"path": "a.png"}]})), "needs pictures"),
+        (json.dumps(row(image_assets={"patch": [{"path": "a.png"}]})), "needs images"),
         ("", "holds no SWE-bench instance"),
         ("{", "holds no SWE-bench instances"),
     ],
 )
-def test_what_cannot_be_graded_does_not_load(tmp_path: Path, content: str, message: str) -> None:
+def test_instances_that_cannot_be_graded_do_not_load(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "some.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message):
         instance.load(tmp_path / "some.jsonl")
@@ -109,28 +111,29 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         grading.official()
 
 
-def test_without_tasks_the_error_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tasks_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match="agentkit data swe-from-releases --shipped"):
         SWEBench()
 
 
-def test_the_command_line_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_of_the_command_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from agentkit.cli.data import app
 
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     for words, message in (
-        ([], "name a package and two of its versions, or give --shipped"),
-        (["pkg", "1.0", "1.1", "--shipped"], "or give --shipped"),
-        (["pkg", "1.0"], "which versions of pkg"),
+        ([], "give a package and two of its versions, or --shipped"),
+        (["pkg", "1.0", "1.1", "--shipped"], "or --shipped"),
+        (["pkg", "1.0"], "pkg: two versions are needed"),
     ):
         result = CliRunner().invoke(app, ["swe-from-releases", *words])
         assert isinstance(result.exception, ConfigError)
         assert message in str(result.exception)
 
 
+@pytest.mark.official
 def test_instances_are_chosen_by_name_and_by_split() -> None:
     every = {task.id for task in SWEBench(instances=lite_dev()).instances}
     parts = [{task.id for task in SWEBench(instances=lite_dev(), split=split).instances} for split in ("train", "test")]
@@ -142,10 +145,11 @@ def test_instances_are_chosen_by_name_and_by_split() -> None:
         SWEBench(instances=lite_dev(), instance_ids=["nobody__nothing-1"])
     with pytest.raises(ConfigError, match="positive number of seconds"):
         SWEBench(instances=lite_dev(), command_timeout=0)
-    with pytest.raises(ConfigError, match="are no limits of a sandbox"):
+    with pytest.raises(ConfigError, match="are not limits of a sandbox"):
         SWEBench(instances=lite_dev(), resources={"memry": "1g"})
 
 
+@pytest.mark.official
 def test_it_is_registered_and_a_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from agentkit import data
 
@@ -153,7 +157,7 @@ def test_it_is_registered_and_a_data_set_is_found_by_its_name(tmp_path: Path, mo
     monkeypatch.setenv("AGENTKIT_DATA", str(tmp_path))
     data.fetch("swebench-lite-dev", lite_dev().parent)
     assert data.verify("swebench-lite-dev") == []
-    assert len(instance.load(store.find("swebench-lite-dev"))) == 23
+    assert len(instance.load(locations.find("swebench-lite-dev"))) == 23
 
 
 # Grading. The rules are those of the official evaluation, written down here by hand.
@@ -175,7 +179,7 @@ ALL = {"a": "PASSED", "b": "PASSED", "c": "PASSED", "d": "PASSED", "e[x-1]": "PA
         ({"e[x-1]": None}, 0, False),
         ({"e[x-2]": "PASSED"}, 0, True),  # a name that was cut off stands for all that begin so, if they agree
         ({"e[x-2]": "FAILED"}, 1, False),
-        ({"other": "FAILED"}, 1, True),  # tests that nobody asked about
+        ({"other": "FAILED"}, 1, True),  # tests that are not listed
     ],
 )
 def test_official_rules(change: dict[str, Any], exit_code: int, resolved: bool) -> None:
@@ -186,7 +190,7 @@ def test_official_rules(change: dict[str, Any], exit_code: int, resolved: bool) 
     assert report.to_fix == 2
 
 
-def test_results_that_the_exit_code_belies_are_none() -> None:
+def test_results_that_contradict_the_exit_code_are_ignored() -> None:
     assert grading.statuses(row(), log(1, **ALL)) is None
     report = grading.report(row(), "a patch", log(1, **ALL))
     assert not report.graded
@@ -200,11 +204,12 @@ def test_a_log_without_results_resolves_nothing(text: str) -> None:
     assert not report.resolved
 
 
-def test_signs_of_a_broken_machine_are_told_and_do_not_count() -> None:
+def test_signs_of_a_broken_machine_are_reported_and_do_not_count() -> None:
     report = grading.report(row(), "a patch", "OSError: [Errno 12] Cannot allocate memory")
     assert (report.resolved, report.suspicion) == (False, "out_of_memory")
 
 
+@pytest.mark.official
 def test_our_report_is_the_official_one_on_every_instance(tmp_path: Path) -> None:
     from swebench.harness.grading import get_eval_report
     from swebench.harness.utils import make_test_spec
@@ -263,7 +268,7 @@ def test_actions(action: str, call: object) -> None:
 
 
 @pytest.mark.parametrize("block", ["a", "Title\n=======\ntext\n=======\nTitle\n=======\nwords"])
-def test_a_block_that_cannot_be_divided_says_so(block: str) -> None:
+def test_an_ambiguous_block_is_an_error(block: str) -> None:
     with pytest.raises(ValueError, match=f"{block.count('=======')} lines of the block are ======="):
         tools.parse(f"edit x\n<<<<<<< SEARCH\n{block}\n>>>>>>> REPLACE")
 
@@ -324,7 +329,7 @@ def _exists(where: Path, commit: str) -> bool:
     return found.returncode == 0
 
 
-def test_no_commit_of_the_future_is_left_anywhere(tmp_path: Path) -> None:
+def test_future_commits_are_removed_everywhere(tmp_path: Path) -> None:
     origin, clone = tmp_path / "origin", tmp_path / "clone"
     origin.mkdir()
     _git(origin, "init", "-q", "-b", "main")

@@ -1,6 +1,6 @@
-"""SWE-bench for real: tasks are built from releases, and scripted agents work on them in containers.
+"""SWE-bench on a real engine: tasks are built from releases, and scripted agents work on them in containers.
 
-The tasks are built once for all tests, into a folder of their own; the archives come from the package index.
+The tasks are built once for all tests, into a separate folder; the archives come from the package index.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import pytest
 from swebench_cases import built, gold
 
 from agentkit.envs.check import check
-from agentkit.envs.swebench import SWEBench, evaluation, supply
+from agentkit.envs.swebench import SWEBench, evaluation, sandbox_pools
 from agentkit.envs.swebench.instance import Instance
-from agentkit.envs.swebench.releases import build, environment, store
-from agentkit.envs.swebench.releases.shipped import SHIPPED
+from agentkit.envs.swebench.releases import build_task, locations, task_image
+from agentkit.envs.swebench.releases.release_list import SHIPPED
 from agentkit.errors import ConfigError, EnvCrashed, ImageError, UnexplainedCrash
-from agentkit.sandboxes import Sandbox, images
+from agentkit.sandboxes import Sandbox
+from agentkit.sandboxes.images import build as images
 from agentkit.sandboxes.spec import Resources
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.timeout(1800)]
@@ -47,13 +48,13 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def first(data_folder: Path) -> Instance:
-    """One of the shipped pairs, built."""
+    """A task built from one of the shipped pairs of releases."""
     return built(FIRST)[FIRST]
 
 
 @pytest.fixture(scope="module")
 def tasks(first: Instance) -> dict[str, Instance]:
-    """Four of them."""
+    """Four built tasks."""
     return {first.id: first, **built(*BUILT[1:])}
 
 
@@ -65,7 +66,7 @@ async def env(first: Instance) -> AsyncIterator[SWEBench]:
 
 
 async def play(env: SWEBench, task: str, *actions: str) -> tuple[str, float, bool, bool, dict]:
-    """The last step of an episode of these actions."""
+    """Play these actions; return the result of the last step."""
     await env.reset(seed=0, options={"instance_id": task})
     result = ("", 0.0, False, False, {})
     for action in actions:
@@ -78,7 +79,7 @@ async def test_every_task_was_built_with_tests_that_decide(tasks: dict[str, Inst
     for task in tasks.values():
         assert task.row["FAIL_TO_PASS"]
         assert task.row["PASS_TO_PASS"]
-        assert task.image.startswith(store.IMAGES)
+        assert task.image.startswith(locations.IMAGES)
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -114,11 +115,11 @@ async def test_the_solution_resolves_it_and_nothing_else_does(
     assert not info["success"]
 
 
-async def test_a_task_is_not_built_of_what_changes_nothing(first: Instance) -> None:
+async def test_releases_without_a_change_give_no_task(first: Instance) -> None:
     pair = next(pair for pair in SHIPPED if pair.id == FIRST)
-    same = build.Pair(pair.package, pair.old, pair.old, statement="Nothing.")
+    same = build_task.Pair(pair.package, pair.old, pair.old, statement="Nothing.")
     with pytest.raises(ConfigError, match="gives no task"):
-        await build.build(same)
+        await build_task.build(same)
 
 
 def test_the_command_line_builds_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_images_are_built_once(tmp_path: Path) -> None:
     (tmp_path / "testbed" / "file").write_text("1")
     arguments = {"ROOTS": "/testbed", "MESSAGE": "x"}
     tag = "agentkit/swe:test-images-are-built-once"
-    base = environment.base()
+    base = task_image.base()
     try:
         first = images.build_folder("swe", tag, base, tmp_path, arguments)
         assert images.build_folder("swe", tag, base, tmp_path, arguments) == first
@@ -206,7 +207,7 @@ builtins.__import__ = patched
 """
 
 
-async def test_what_an_agent_writes_down_is_no_result(first: Instance, tmp_path: Path) -> None:
+async def test_results_written_by_the_agent_are_ignored(first: Instance, tmp_path: Path) -> None:
     tests = " ".join(first.row["FAIL_TO_PASS"] + first.row["PASS_TO_PASS"])
     showing = f"cd /testbed\ngit status\ngit show\ngit -c core.fileMode=false diff {first.row['base_commit']}\n"
     script = first.row["eval_script"].replace("cd /testbed\n", showing, 1)  # as official scripts do
@@ -222,7 +223,7 @@ async def test_what_an_agent_writes_down_is_no_result(first: Instance, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["sitecustomize.py", "usercustomize.py", "pytest.py", "_pytest/__init__.py"])
-async def test_nothing_beside_the_package_can_say_that_tests_passed(env: SWEBench, first: Instance, name: str) -> None:
+async def test_files_outside_the_package_cannot_fake_passed_tests(env: SWEBench, first: Instance, name: str) -> None:
     _, reward, _, _, info = await play(env, FIRST, f"create {name}\n{SAYS_YES}", "submit")
     assert reward == 0.0, info
     assert info["evaluation"]["outcome"] == "unresolved", "the tests ran"
@@ -230,7 +231,7 @@ async def test_nothing_beside_the_package_can_say_that_tests_passed(env: SWEBenc
     assert reward == 1.0, info
 
 
-async def test_a_plugin_that_the_repository_declares_is_none(env: SWEBench) -> None:
+async def test_pytest_plugin_of_the_repository_is_ignored(env: SWEBench) -> None:
     declared = "create cheat-1.dist-info/entry_points.txt\n[pytest11]\ncheat = cheat"
     info = (await play(env, FIRST, declared, "create cheat-1.dist-info/METADATA\nName: cheat\nVersion: 1",
                        "create cheat.py\nraise SystemExit('loaded')", "submit"))[4]  # fmt: skip
@@ -249,13 +250,13 @@ async def test_a_plugin_that_the_repository_declares_is_none(env: SWEBench) -> N
         "echo 1 >$'-new\\nline'",
     ],
 )
-async def test_what_lies_about_does_not_spoil_a_solution(env: SWEBench, first: Instance, leftover: str) -> None:
+async def test_leftover_files_do_not_spoil_a_solution(env: SWEBench, first: Instance, leftover: str) -> None:
     action = f"bash git config user.name a; git config user.email a; {leftover}"
     _, reward, _, _, info = await play(env, FIRST, gold(first), action, "submit")
     assert reward == 1.0, info
 
 
-async def test_files_are_graded_as_they_are_whatever_their_encoding(first: Instance, env: SWEBench) -> None:
+async def test_files_of_any_encoding_are_graded(first: Instance, env: SWEBench) -> None:
     seen: list[bytes] = []
 
     async def look(box: Sandbox, row: object, timeout: float) -> str:
@@ -268,13 +269,13 @@ async def test_files_are_graded_as_they_are_whatever_their_encoding(first: Insta
     assert seen == [b'x = "\xe9"']
 
 
-async def test_a_patch_that_is_too_large_is_told(env: SWEBench) -> None:
+async def test_too_large_patch_is_reported(env: SWEBench) -> None:
     large = "bash head -c 9000000 /dev/urandom >core"
     _, reward, _, _, info = await play(env, FIRST, large, "submit")
     assert (reward, info["evaluation"]) == (0.0, {"outcome": "patch too large"})
 
 
-async def test_a_new_shell_is_entered_as_the_first_one_was(env: SWEBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_shell_starts_like_the_first_one(env: SWEBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentkit.envs.swebench.env._ENTER", "export ENTERED=yes")
     observation, *_ = await play(env, FIRST, "bash exit 3", "bash echo $ENTERED")
     assert observation == "yes"
@@ -288,7 +289,7 @@ async def test_an_agent_that_breaks_its_repository_has_no_patch(env: SWEBench, b
 
 
 async def test_an_agent_cannot_end_its_sandbox_for_free(env: SWEBench) -> None:
-    """Either the sandbox survives, or its end is not excused."""
+    """Either the sandbox survives, or its loss counts as a failure."""
     await env.reset(seed=0, options={"instance_id": FIRST})
     with contextlib.suppress(UnexplainedCrash):
         _, reward, _, _, _ = await env.step("bash kill -9 -1; kill -9 1; sleep 10")
@@ -298,7 +299,7 @@ async def test_an_agent_cannot_end_its_sandbox_for_free(env: SWEBench) -> None:
 
 
 def remove_sandboxes_of(image: str) -> None:
-    """What an engine that fails does, or a person."""
+    """Remove the sandboxes from outside."""
     found = subprocess.run(
         ["docker", "ps", "-q", "--filter", f"ancestor={image}"], capture_output=True, text=True, timeout=60, check=True
     )
@@ -320,8 +321,8 @@ async def test_a_sandbox_that_fails_during_the_evaluation_is_not_scored(
         await play(env, FIRST, gold(first), "submit")
 
 
-async def test_an_image_that_is_not_there_is_named_with_its_remedy(first: Instance, tmp_path: Path) -> None:
-    (tmp_path / "some.json").write_text(json.dumps([{**first.row, "image": "agentkit/swe:nobody-made-this"}]))
+async def test_missing_image_is_named_with_its_remedy(first: Instance, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(json.dumps([{**first.row, "image": "agentkit/swe:does-not-exist"}]))
     env = SWEBench(instances=tmp_path / "some.json")
     try:
         with pytest.raises(ImageError, match="agentkit data swe-from-releases --shipped"):
@@ -342,9 +343,9 @@ async def test_tests_that_never_end_resolve_nothing(first: Instance) -> None:
 
 async def test_memory_that_runs_out_in_the_evaluation_is_not_scored(first: Instance) -> None:
     task = first
-    spec = supply.spec_of(task, Resources())
+    spec = sandbox_pools.spec_of(task, Resources())
     hungry = {**task.row, "eval_script": "#!/bin/bash\npython3 -c 'x = bytearray(4 << 30)'\n"}
-    async with await Sandbox.create(spec) as box:
+    async with Sandbox.create(spec) as box:
         with pytest.raises(Exception, match="out of memory"):
             await evaluation.run_tests(box, hungry, 60)
 

@@ -1,4 +1,4 @@
-"""Which failures of an evaluation's sandbox are the patch's, with real sandboxes that really die."""
+"""Attribution of evaluation failures to the patch or the environment, with real sandboxes that are killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from requiring import require
 from agentkit.envs.swebench import evaluation
 from agentkit.errors import SandboxError, SandboxLost
 from agentkit.sandboxes import Sandbox
-from agentkit.sandboxes.backends import local_state
+from agentkit.sandboxes.backends.local import state as local_state
 
 
 async def die(box: Sandbox, *_: object) -> evaluation.Verdict:
-    """What a patch does that ends the sandbox: nobody asked for it."""
+    """Simulate a patch that ends its sandbox."""
     state = local_state.load(box.id)
     assert state is not None
     for process in state.processes:
@@ -50,7 +50,9 @@ async def use_up_memory(box: Sandbox, *_: object) -> evaluation.Verdict:
         ((use_up_memory,), "out of memory", 1),
     ],
 )
-async def test_whose_failure_it_is(happens, outcome: str, sandboxes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attribution_of_evaluation_failures(
+    happens, outcome: str, sandboxes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require(shutil.which("bwrap") is not None, "install bubblewrap")
     made = 0
     script = iter(happens)
@@ -59,7 +61,7 @@ async def test_whose_failure_it_is(happens, outcome: str, sandboxes: int, monkey
     async def fresh() -> AsyncIterator[Sandbox]:
         nonlocal made
         made += 1
-        async with await Sandbox.create(backend="local") as box:
+        async with Sandbox.create(backend="local") as box:
             yield box
 
     async def evaluate(box: Sandbox, *arguments: object) -> evaluation.Verdict:

@@ -1,4 +1,4 @@
-"""SWE tasks made of releases, up to where an engine is needed: archives, differences, scripts, which tests count."""
+"""SWE tasks built from releases, without an engine: archives, differences, scripts, selection of tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentkit.envs.swebench.releases import build, environment, index, trees
-from agentkit.envs.swebench.releases.build import Pair
-from agentkit.envs.swebench.releases.shipped import SHIPPED
-from agentkit.envs.swebench.releases.trees import File
+from agentkit.envs.swebench.releases import build_task, package_index, source_trees, task_image
+from agentkit.envs.swebench.releases.build_task import Pair
+from agentkit.envs.swebench.releases.release_list import SHIPPED
+from agentkit.envs.swebench.releases.source_trees import File
 from agentkit.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def tree(**files: str) -> dict[str, File]:
 
 @pytest.fixture
 def offline_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An index of one release whose ``setup.py`` leaves a trace if anybody runs it."""
+    """An index of one release whose ``setup.py`` leaves a trace if it is run."""
     trap = f"open({str(tmp_path / 'trap')!r}, 'w').close()\n".encode()
     page = tmp_path / "simple" / "some-pkg"
     page.mkdir(parents=True)
@@ -55,36 +55,36 @@ def offline_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_archive_is_fetched_and_nothing_of_it_is_run(offline_index: Path, tmp_path: Path) -> None:
-    found = index.fetch("some_pkg", "1.0", tmp_path / "here")
+    found = package_index.fetch("some_pkg", "1.0", tmp_path / "here")
     assert found.read_bytes() == (offline_index / "Some.Pkg-1.0.tar.gz").read_bytes()
-    assert set(trees.read(found)) == {"setup.py", "pyproject.toml"}
+    assert set(source_trees.read(found)) == {"setup.py", "pyproject.toml"}
     assert not (tmp_path / "trap").exists()
     (offline_index / "index.html").unlink()
-    assert index.fetch("some-pkg", "1.0", tmp_path / "here") == found  # it is here: no index is asked
+    assert package_index.fetch("some-pkg", "1.0", tmp_path / "here") == found  # it is here: no index is asked
 
 
 def test_an_archive_must_be_what_its_checksum_says(offline_index: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its checksum differs"):
-        index.fetch("some-pkg", "1.0", tmp_path / "here", sha256="0" * 64)
+        package_index.fetch("some-pkg", "1.0", tmp_path / "here", sha256="0" * 64)
     (offline_index / "Some.Pkg-1.0.tar.gz").write_bytes(b"something else")
     with pytest.raises(ConfigError, match="its checksum differs"):
-        index.fetch("some-pkg", "1.0", tmp_path / "here")
+        package_index.fetch("some-pkg", "1.0", tmp_path / "here")
     assert not list((tmp_path / "here").glob("*"))
 
 
 @pytest.mark.usefixtures("offline_index")
-def test_a_release_without_an_archive_is_said(tmp_path: Path) -> None:
+def test_a_release_without_an_archive_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no source archive \(\.tar\.gz\) of some-pkg 2\.0"):
-        index.fetch("some-pkg", "2.0", tmp_path / "here")
+        package_index.fetch("some-pkg", "2.0", tmp_path / "here")
 
 
 def test_both_forms_of_an_index_are_read() -> None:
     page = '{"files": [{"filename": "a-1.tar.gz", "url": "../f/a-1.tar.gz", "hashes": {"sha256": "ab"}}]}'
-    (one,) = index.links(page, "https://x.example/simple/a/", "application/vnd.pypi.simple.v1+json")
-    assert one == index.Source("a-1.tar.gz", "https://x.example/simple/f/a-1.tar.gz", "ab")
+    (one,) = package_index.links(page, "https://x.example/simple/a/", "application/vnd.pypi.simple.v1+json")
+    assert one == package_index.Source("a-1.tar.gz", "https://x.example/simple/f/a-1.tar.gz", "ab")
     page = "<a\n class='x' href='https://f.example/a-1.tar.gz?x=1&amp;y=2#sha256=cd' data-yanked=''> a-1.tar.gz </a>"
-    (one,) = index.links(page, "https://x.example/simple/a/", "text/html; charset=utf-8")
-    assert one == index.Source("a-1.tar.gz", "https://f.example/a-1.tar.gz?x=1&y=2", "cd")
+    (one,) = package_index.links(page, "https://x.example/simple/a/", "text/html; charset=utf-8")
+    assert one == package_index.Source("a-1.tar.gz", "https://f.example/a-1.tar.gz?x=1&y=2", "cd")
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def test_both_forms_of_an_index_are_read() -> None:
      ("foo-bar-1.0.zip", False), ("foo_bar-1.0-py3-none-any.whl", False)],
 )  # fmt: skip
 def test_names_of_archives(filename: str, fits: bool) -> None:
-    assert index.is_source(filename, "foo-bar", "1.0") is fits
+    assert package_index.is_source(filename, "foo-bar", "1.0") is fits
 
 
 def test_an_archive_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leads out of it"):
-        trees.read(archive(tmp_path / "a.tar.gz", {"../../x": b""}))
+        source_trees.read(archive(tmp_path / "a.tar.gz", {"../../x": b""}))
     (tmp_path / "b.tar.gz").write_bytes(b"no archive")
-    with pytest.raises(ConfigError, match="is no source archive"):
-        trees.read(tmp_path / "b.tar.gz")
+    with pytest.raises(ConfigError, match="is not a source archive"):
+        source_trees.read(tmp_path / "b.tar.gz")
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as tar:
         link = tarfile.TarInfo("pkg/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     with pytest.raises(ConfigError, match="holds no files"):
-        trees.read(tmp_path / "c.tar.gz")
+        source_trees.read(tmp_path / "c.tar.gz")
 
 
 # Differences, against git.
@@ -122,7 +122,7 @@ TREE = st.dictionaries(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TREE, TREE)
 def test_git_makes_the_new_tree_of_a_difference(tmp_path_factory: pytest.TempPathFactory, old, new) -> None:
-    patch = trees.diff(old, new, lambda _: True)
+    patch = source_trees.diff(old, new, lambda _: True)
     if old == new:
         assert patch == ""
         return
@@ -143,10 +143,10 @@ def test_git_makes_the_new_tree_of_a_difference(tmp_path_factory: pytest.TempPat
     assert made == new
 
 
-def test_what_a_text_patch_cannot_carry_is_left_out() -> None:
+def test_changes_that_a_text_patch_cannot_express_are_omitted() -> None:
     old = {"a.png": File(b"\0one"), "b.txt": File(b"\xff\xfe"), 'odd"name': File(b"x"), "c": File(b"1\n")}
     new = {"a.png": File(b"\0two"), "b.txt": File(b"\xff"), 'odd"name': File(b"y"), "c": File(b"2\n")}
-    assert trees.changed(old, new) == ["c"]
+    assert source_trees.changed(old, new) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -154,16 +154,16 @@ def test_what_a_text_patch_cannot_carry_is_left_out() -> None:
     [("tests/data/x.json", True), ("src/pkg/test/a.py", True), ("test_x.py", True), ("x_test.py", True),
      ("conftest.py", True), ("src/pkg/testing.py", False), ("docs/tests.rst", False), ("contest.py", False)],
 )  # fmt: skip
-def test_which_files_are_tests(path: str, test: bool) -> None:
-    assert trees.is_test(path) is test
+def test_test_files_are_recognised(path: str, test: bool) -> None:
+    assert source_trees.is_test(path) is test
 
 
 def test_the_issue_is_what_the_change_log_adds() -> None:
     old = tree(CHANGES="Log\n\n1.0\n- first\n", README="1.0")
     new = tree(CHANGES="Log\n\n1.1\n- fixed it\n\n1.0\n- first\n", README="1.1")
-    assert trees.statement(old, new) == "1.1\n- fixed it"
-    assert trees.statement(tree(README="a"), tree(README="b")) is None
-    assert trees.statement(old, {**new, "CHANGES": old["CHANGES"]}) is None
+    assert source_trees.statement(old, new) == "1.1\n- fixed it"
+    assert source_trees.statement(tree(README="a"), tree(README="b")) is None
+    assert source_trees.statement(old, {**new, "CHANGES": old["CHANGES"]}) is None
 
 
 # Tasks.
@@ -174,7 +174,7 @@ PAIR = Pair("pkg", "1.0", "1.1", statement="Fix it.")
 def test_a_change_is_split_into_solution_and_tests() -> None:
     old = tree(src__pkg_py="x = 1\n", tests__test_a_py="a\n", tests__helper_py="h\n")
     new = tree(src__pkg_py="x = 2\n", tests__test_a_py="b\n", tests__helper_py="i\n", tests__test_new_py="n\n")
-    change = build.difference(PAIR, old, new)
+    change = build_task.difference(PAIR, old, new)
     assert "src/pkg.py" in change.patch
     assert "tests/" not in change.patch
     assert change.test_patch.count("diff --git") == 3
@@ -182,13 +182,13 @@ def test_a_change_is_split_into_solution_and_tests() -> None:
     assert "Fix it." in change.statement
     for part in ("src/pkg.py", "tests/test_a.py"):
         with pytest.raises(ConfigError, match="gives no task"):
-            build.difference(PAIR, old, {**old, part: new[part]})
+            build_task.difference(PAIR, old, {**old, part: new[part]})
     with pytest.raises(ConfigError, match="give a statement"):
-        build.difference(Pair("pkg", "1.0", "1.1"), old, new)
+        build_task.difference(Pair("pkg", "1.0", "1.1"), old, new)
 
 
-def test_the_evaluation_restores_whatever_is_the_tests_own(tmp_path: Path) -> None:
-    """Run for real, on a repository that somebody tampered with."""
+def test_the_evaluation_restores_all_test_files(tmp_path: Path) -> None:
+    """Run the script on a repository that was tampered with."""
     old = tree(pkg_py="x = 1\n", tests__test_a_py="a\n", tests__helper_py="h\n", setup_cfg="[tool:pytest]\n")
     old["setup.cfg"] = old.pop("setup_cfg")
     new = {**old, **tree(pkg_py="x = 2\n", tests__test_a_py="b\n", test_top_py="t\n")}
@@ -198,7 +198,7 @@ def test_the_evaluation_restores_whatever_is_the_tests_own(tmp_path: Path) -> No
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=60, capture_output=True)
-    script = build.eval_script("HEAD", old, build.difference(PAIR, old, new))
+    script = build_task.eval_script("HEAD", old, build_task.difference(PAIR, old, new))
     for name in ("tests/test_a.py", "tests/helper.py", "tests/conftest.py", "conftest.py", "pytest.ini", "setup.cfg"):
         (tmp_path / name).write_text("cheat\n")
     (tmp_path / "pkg.py").write_text("mine\n")
@@ -227,9 +227,9 @@ def test_only_tests_that_always_say_the_same_count() -> None:
     before.append({"kept": "PASSED", "fixed": "ERROR", "flaky": "FAILED", "p[a": "PASSED"})
     after = [{"kept": "PASSED", "fixed": "PASSED", "new": "PASSED", "flaky": "PASSED", "p[a": "PASSED"}] * 2
     after.append({**after[0], "at[12:00]": "PASSED"})
-    assert build.sorted_out(before, after, passed) == (["fixed", "new"], ["kept"])
+    assert build_task.sorted_out(before, after, passed) == (["fixed", "new"], ["kept"])
     after[1] = {**after[1], "fixed": "FAILED"}
-    assert build.sorted_out(before, after, passed) == (["new"], ["kept"])
+    assert build_task.sorted_out(before, after, passed) == (["new"], ["kept"])
 
 
 def wheel(files: dict[str, bytes]) -> bytes:
@@ -240,23 +240,23 @@ def wheel(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def test_what_a_build_says_is_read_as_data() -> None:
+def test_build_metadata_is_parsed_without_running_it() -> None:
     pure = {"pkg-1.dist-info/WHEEL": b"Root-Is-Purelib: true\n", "pkg-1.dist-info/METADATA": b"Name: pkg\n"}
-    built = environment.unpacked(wheel({"pkg/__init__.py": b"", "one.py": b"", "pkg/data.json": b"", **pure}))
+    built = task_image.unpacked(wheel({"pkg/__init__.py": b"", "one.py": b"", "pkg/data.json": b"", **pure}))
     assert built.modules == {"pkg", "one.py"}
     assert built.metadata == pure
     repository = tree(src__pkg____init___py="", one_py="")
     repository["src/pkg/__init__.py"] = File(b"")
-    assert environment.roots(repository, built.modules) == ["", "src/"]
+    assert task_image.roots(repository, built.modules) == ["", "src/"]
     with pytest.raises(ConfigError, match="lies neither"):
-        environment.roots(repository, frozenset({"other"}))
+        task_image.roots(repository, frozenset({"other"}))
     for bad in (
         wheel({"pkg-1.dist-info/WHEEL": b"Root-Is-Purelib: false\n"}),
         wheel({**pure, "x.dist-info/../../../etc/x": b""}),
         b"no wheel",
     ):
         with pytest.raises(ConfigError):
-            environment.unpacked(bad)
+            task_image.unpacked(bad)
 
 
 def test_the_shipped_list() -> None:

@@ -1,4 +1,4 @@
-"""WebShop's reward, computed anew from its published formulas, as slowly and plainly as can be."""
+"""Reference implementation of WebShop's reward, directly from its published formulas."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def first_colour(option):
 
 
 def limit_of(instruction: str) -> float:
-    """The price that an instruction names."""
+    """Return the price limit in an instruction."""
     found = re.search(r"price lower than ([\d.]+) dollars$", instruction)
     return float(found[1]) if found else 1_000_000.0

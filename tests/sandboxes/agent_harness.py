@@ -1,4 +1,4 @@
-"""The real agent, run as a plain process of this machine, and what tests ask of it."""
+"""The real agent as an ordinary process of this machine, and helpers for its tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from agentkit.sandboxes.agent_channel import AgentChannel, listen
-from agentkit.sandboxes.agent_config import command, new_nonce, prepare
+from agentkit.sandboxes.agent.channel import AgentChannel, listen
+from agentkit.sandboxes.agent.launch import command, new_nonce, prepare
 from agentkit.sandboxes.types import ExecRequest
 
 PYTHON = os.environ.get("AGENT_PYTHON", sys.executable)
@@ -51,7 +51,7 @@ class LocalAgent:
         return psutil.Process(self.pid).memory_info().rss
 
     def descendants(self) -> list[psutil.Process]:
-        """Living processes below the agent."""
+        """Return running descendants of the agent."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid).children(recursive=True)
             return [process for process in found if lives(process)]
@@ -59,7 +59,7 @@ class LocalAgent:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -76,7 +76,7 @@ async def local_agent(
 ) -> AsyncIterator[LocalAgent]:
     nonce = new_nonce()
     prepare(directory, nonce, idle_timeout=idle_timeout, env=env, relay_port=relay_port)
-    listener = await listen(directory, nonce, isolation="none")
+    listener = await listen(directory, nonce, isolation="none", idle_timeout=idle_timeout)
     process = await asyncio.create_subprocess_exec(*command(str(directory), python))
     try:
         channel = await listener.accept(60)

@@ -1,8 +1,8 @@
-"""Runs in a sandbox and attacks what is not its own: each attempt prints a line, its name and how it ended.
+"""Attack other processes from inside a sandbox; each attempt prints one line with its name and outcome.
 
     python3 attacks.py PID ...
 
-``refused``: the kernel said no. ``worked``: it did not. Standard library only.
+``refused``: the kernel denied it. ``worked``: the kernel allowed it. Standard library only.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What tests of sandboxes share: a real container engine, watched for what a test leaves behind."""
+"""Fixtures of tests on a real container engine, which check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Channel
 from agentkit.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
+pytest.register_assert_rewrite("pool_cases", "sandbox_cases", "simulation")
+
 REMEDY = "run `PYTHON=.venv/bin/python .ci/docker`: it installs and starts an engine, and builds the base image"
 
 
@@ -20,7 +22,7 @@ REMEDY = "run `PYTHON=.venv/bin/python .ci/docker`: it installs and starts an en
 async def docker_backend(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[WatchedDocker]:
-    """A started Docker back end. What a test leaves behind is removed, and fails it."""
+    """A started Docker back end. Sandboxes that a test leaves behind are removed and fail the test."""
     require("docker", "pip install 'agentkit-rl[docker]'")
     monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime") / "agentkit"))
     backend = WatchedDocker()
@@ -42,7 +44,7 @@ async def docker_backend(
 
 @pytest.fixture
 async def docker_box(docker_backend: WatchedDocker) -> AsyncIterator[tuple[str, Channel]]:
-    """A small sandbox: its id, and its channel."""
+    """The id and the channel of a small sandbox."""
     id = paths.new_id()
     yield id, await docker_backend.create(id, SMALL, {"agentkit.test": "yes"})
     await docker_backend.remove(id)

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Channel
-from agentkit.sandboxes.backends.docker import DockerBackend
+from agentkit.sandboxes.backends.docker.backend import DockerBackend
 from agentkit.sandboxes.spec import Resources, SandboxSpec
 from agentkit.sandboxes.types import ExecRequest, ExecResult
 
@@ -18,7 +18,7 @@ SMALL = SandboxSpec(
 
 
 class WatchedDocker(DockerBackend):
-    """The Docker back end as it is; remembers what it was asked to make."""
+    """The Docker back end; records the ids of created sandboxes."""
 
     def __init__(self, host: str | None = None) -> None:
         super().__init__(host)
@@ -29,7 +29,7 @@ class WatchedDocker(DockerBackend):
         return await super().create(id, spec, labels)
 
     async def left(self) -> list[str]:
-        """What is still there of what was asked for: containers and directories."""
+        """Return the containers and directories that are left of them."""
         there = [id for id in self.asked if (await self.inspect(id)).state != "absent"]
         return there + [str(paths.sandbox_directory(id)) for id in self.asked if paths.sandbox_directory(id).exists()]
 

@@ -1,4 +1,4 @@
-"""A socket between a back end and its engine that a test can close, stall and make deaf to events."""
+"""A relay between a back end and its engine, which a test can close, stall, or stop from forwarding events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class EngineRelay:
-    """Passes on what comes. The engine itself, and all who use it directly, notice nothing."""
+    """Relay connections to the engine. The engine itself and its direct clients are not affected."""
 
     def __init__(self, path: Path, engine: str) -> None:
         self.host = f"unix://{path}"
@@ -21,17 +21,17 @@ class EngineRelay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """As if nothing had been."""
+        """Relay connections normally again."""
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._path)
         self._open.set()
 
     def stall(self) -> None:
-        """Connections are taken, and nothing passes."""
+        """Accept connections, but relay nothing."""
         self._open.clear()
 
     async def refuse(self) -> None:
-        """No connection is taken, and those that there are end."""
+        """End existing connections and refuse new ones."""
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
@@ -39,7 +39,7 @@ class EngineRelay:
         await self.cut()
 
     async def cut(self) -> None:
-        """All connections end; others can be made."""
+        """End existing connections; new ones are accepted."""
         ending = list(self._connections)
         for task in ending:
             task.cancel()
@@ -66,7 +66,7 @@ class EngineRelay:
                     pump.cancel()
                 back.transport.abort()
         except (OSError, asyncio.CancelledError):
-            pass  # whoever was connected sees the end
+            pass  # the other side sees the end
         finally:
             self._connections.discard(task)
             writer.transport.abort()

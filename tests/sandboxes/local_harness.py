@@ -1,4 +1,4 @@
-"""What tests of local sandboxes share: a runtime directory of their own, and a back end that is watched for leaks."""
+"""Shared parts of the tests of local sandboxes: a private runtime directory, and a back end that detects leaks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Channel
-from agentkit.sandboxes.backends import local_cgroup, local_state
-from agentkit.sandboxes.backends.local import Isolation, LocalBackend
+from agentkit.sandboxes.backends.local import cgroup
+from agentkit.sandboxes.backends.local import state as local_state
+from agentkit.sandboxes.backends.local.backend import IsolationLevel, LocalBackend
 from agentkit.sandboxes.spec import SandboxSpec
 
 
 @pytest.fixture(scope="module")
 def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One for all tests of a module: a new one for each would start a reaper for each."""
+    """Set a runtime directory for all tests of a module; each directory starts one reaper."""
     path = tmp_path_factory.mktemp("runtime")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTKIT_RUNTIME_DIR", str(path))
@@ -25,9 +26,9 @@ def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 class WatchedLocal(LocalBackend):
-    """The local back end as it is; remembers what it was asked to make."""
+    """The local back end; records the ids of created sandboxes."""
 
-    def __init__(self, isolation: Isolation | None = None) -> None:
+    def __init__(self, isolation: IsolationLevel | None = None) -> None:
         super().__init__(isolation)
         self.asked: set[str] = set()
 
@@ -40,7 +41,7 @@ class WatchedLocal(LocalBackend):
 
 
 def left_of(id: str) -> list[str]:
-    """What is still there of a sandbox: its directory, record, state, control groups (which go after its processes)."""
+    """Return what is left of a sandbox: its directory, record, state, or control groups."""
     left = []
     if paths.sandbox_directory(id).exists():
         left.append(f"the directory of {id}")
@@ -48,6 +49,6 @@ def left_of(id: str) -> list[str]:
         left.append(f"the record of {id}")
     if local_state.load(id) is not None:
         left.append(f"the state of {id}")
-    site = local_cgroup.find()
-    groups = site.group(id).directories.values() if site is not None else ()
+    parents = cgroup.find()
+    groups = cgroup.Cgroup.of(id, parents).directories.values() if parents is not None else ()
     return left + [directory for directory in groups if os.path.exists(directory)]

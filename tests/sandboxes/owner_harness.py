@@ -1,4 +1,4 @@
-"""Real processes that own real sandboxes, to be killed."""
+"""Real processes that own real sandboxes and can be killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PATIENCE = 120.0
 OWNER = """
 import asyncio, json, os, sys
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
-from agentkit.sandboxes import backends, lease
+from agentkit.sandboxes import backends
+from agentkit.sandboxes.reaper import heartbeat
 
 async def main(kind, count, ttl):
     backend = backends.backend(kind)
@@ -31,7 +32,7 @@ async def main(kind, count, ttl):
             await boxes[-1].spawn("sleep 600 & sleep 600", timeout=600)
         elif index % 3 == 1:
             await boxes[-1].pause()
-    print(json.dumps({"ids": [box.id for box in boxes], "run": lease.current().run}), flush=True)
+    print(json.dumps({"ids": [box.id for box in boxes], "run": heartbeat.current().run}), flush=True)
     if sys.stdin.readline() == "close\\n":
         for box in boxes:
             await box.close()
@@ -85,7 +86,7 @@ def owner() -> Iterator[Callable[..., OwnerProcess]]:
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = PATIENCE) -> float:
-    """Seconds until it held."""
+    """Wait until the condition holds; return the seconds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < timeout, f"{what}: not within {timeout:g} s"

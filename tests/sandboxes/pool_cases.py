@@ -1,7 +1,7 @@
-"""What may go wrong with pooled sandboxes, case by case: each is played in virtual time, for any seed.
+"""Faults of pooled sandboxes: cases that run in virtual time, for any seed.
 
 A case breaks one thing at a moment drawn from its seed, and asserts what must follow and by when. The audit of
-``simulation.World`` runs in all of them. Numbers are those of the list of faults in the documentation.
+``simulation.SimulatedPool`` runs in all of them. Numbers are those of the list of faults in the documentation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import pytest
-from simulation import CPUS, World, nemesis
+from simulation import CPUS, SimulatedPool, inject_faults
 
 from agentkit.errors import (
     BreakerOpen,
@@ -24,8 +24,8 @@ from agentkit.errors import (
     SandboxLost,
     StartTimeout,
 )
-from agentkit.sandboxes.backends.fake import Fault
-from agentkit.sandboxes.hedge import Hedge
+from agentkit.sandboxes.recovery.hedge import Hedge
+from agentkit.sandboxes.testing.faults import Fault
 
 CASES: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {}
 
@@ -35,12 +35,12 @@ def case(function: Callable[[int], Coroutine[Any, Any, None]]) -> Callable[[int]
     return function
 
 
-def idle_ids(world: World) -> list[str]:
-    return [place.box.id for place in world.stock.ledger.idle()]
+def idle_ids(sim: SimulatedPool) -> list[str]:
+    return [slot.box.id for slot in sim.slots.idle()]
 
 
 async def until(condition: Callable[[], bool], within: float) -> float:
-    """Seconds until ``condition`` holds; a failure if it does not in time."""
+    """Return the seconds until ``condition`` holds; fail if it does not hold in time."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     while not condition():
@@ -51,235 +51,235 @@ async def until(condition: Callable[[], bool], within: float) -> float:
 
 @case
 async def case_01_killed_while_idle(seed: int) -> None:
-    async with World(seed, min_idle=3, max_size=4) as world:
-        await world.pool.filled()
-        await asyncio.sleep(world.rng.uniform(0, 40))
-        await world.pool.filled()
-        victim = world.rng.choice(idle_ids(world))
-        world.backend.die(victim)
-        await until(lambda: victim not in world.backend.boxes, 0.5)
-        await until(lambda: len(idle_ids(world)) == 3, 3.0)
-        assert victim not in idle_ids(world)
+    async with SimulatedPool(seed, min_idle=3, max_size=4) as sim:
+        await sim.pool.wait_filled()
+        await asyncio.sleep(sim.rng.uniform(0, 40))
+        await sim.pool.wait_filled()
+        victim = sim.rng.choice(idle_ids(sim))
+        sim.backend.die(victim)
+        await until(lambda: victim not in sim.backend.boxes, 0.5)
+        await until(lambda: len(idle_ids(sim)) == 3, 3.0)
+        assert victim not in idle_ids(sim)
         for _ in range(3):
-            assert (await world.take()).box.id != victim
+            assert (await sim.acquire()).box.id != victim
 
 
 @case
-async def case_02_killed_while_it_works(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=4) as world:
-        lease, other = await world.take(), await world.take()
-        start, after = world.now(), world.rng.uniform(0.01, 5)
-        asyncio.get_running_loop().call_later(after, world.backend.die, lease.box.id)
+async def case_02_killed_during_a_command(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=2, max_size=4) as sim:
+        lease, other = await sim.acquire(), await sim.acquire()
+        start, after = sim.now(), sim.rng.uniform(0.01, 5)
+        asyncio.get_running_loop().call_later(after, sim.backend.die, lease.box.id)
         with pytest.raises(SandboxLost) as caught:
             await lease.box.exec("sleep 100", timeout=200)
         assert caught.value.details["reason"] == "exited"
-        assert world.now() - start - after < 1.0
-        assert lease.ill
+        assert sim.now() - start - after < 1.0
+        assert lease.failure
         assert (await other.box.exec("true")).ok
-        world.give(lease)
-        world.give(other)
-        await until(lambda: lease.box.id not in world.backend.boxes, 1.0)
+        sim.release(lease)
+        sim.release(other)
+        await until(lambda: lease.box.id not in sim.backend.boxes, 1.0)
 
 
 @case
-async def case_04_tainted_by_what_nobody_can_kill(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=3) as world:
-        lease, other = await world.take(), await world.take()
-        world.backend.unkillable(lease.box.id)
-        result = await lease.box.exec("setsid sleep 1000", timeout=world.rng.uniform(0.1, 5))
-        assert (result.timed_out, result.tainted, lease.ill) == (True, True, "tainted")
+async def case_04_tainted_by_processes_that_cannot_be_killed(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=1, max_size=3) as sim:
+        lease, other = await sim.acquire(), await sim.acquire()
+        sim.backend.unkillable(lease.box.id)
+        result = await lease.box.exec("sleep 1000", timeout=sim.rng.uniform(0.1, 5))
+        assert (result.timed_out, result.tainted, lease.failure) == (True, True, "tainted")
         with pytest.raises(SandboxLost, match="tainted"):
             await lease.box.exec("true")
         assert (await other.box.exec("true")).ok
-        world.give(lease)
-        world.give(other)
-        await until(lambda: lease.box.id not in world.backend.boxes, 2.0)
-        async with world.pool.acquire() as box:
+        sim.release(lease)
+        sim.release(other)
+        await until(lambda: lease.box.id not in sim.backend.boxes, 2.0)
+        async with sim.pool.acquire() as box:
             assert box.id != lease.box.id
 
 
 @case
 async def case_08_full_of_processes_while_idle(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=2) as world:
-        await world.pool.filled()
-        victim = world.rng.choice(idle_ids(world))
-        world.backend.boxes[victim].machine.pids = 0  # nothing can be started any more, though the agent answers
-        await until(lambda: victim not in world.backend.boxes, 32.0 + 12.0)
-        await until(lambda: len(idle_ids(world)) == 2, 5.0)
+    async with SimulatedPool(seed, min_idle=2, max_size=2) as sim:
+        await sim.pool.wait_filled()
+        victim = sim.rng.choice(idle_ids(sim))
+        sim.backend.boxes[victim].process_limit = 0  # the agent answers, but no process can start
+        await until(lambda: victim not in sim.backend.boxes, 32.0 + 12.0)
+        await until(lambda: len(idle_ids(sim)) == 2, 5.0)
 
 
 @case
-async def case_11_frozen_behind_our_back(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=3) as world:
-        world.backend.losing_events = world.rng.random() < 0.5
-        lease = await world.take()
-        await world.pool.filled()
-        idle = world.rng.choice(idle_ids(world))
+async def case_11_paused_by_others(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=2, max_size=3) as sim:
+        sim.backend.losing_events = sim.rng.random() < 0.5
+        lease = await sim.acquire()
+        await sim.pool.wait_filled()
+        idle = sim.rng.choice(idle_ids(sim))
         waiting = asyncio.ensure_future((await lease.box.spawn("sleep 1000", timeout=2000)).wait())
-        start = world.now()
-        world.backend.freeze(idle)
-        world.backend.freeze(lease.box.id)
-        found = asyncio.ensure_future(until(lambda: idle not in world.backend.boxes, 5.0))
+        start = sim.now()
+        sim.backend.freeze(idle)
+        sim.backend.freeze(lease.box.id)
+        found = asyncio.ensure_future(until(lambda: idle not in sim.backend.boxes, 5.0))
         with pytest.raises(SandboxLost) as caught:
-            await waiting  # who uses it learns of it when the pool does
-        assert world.now() - start <= (5.0 if world.backend.losing_events else 0.5)
-        assert caught.value.details["reason"] == lease.ill
-        assert lease.ill in ("hung", "frozen")
+            await waiting  # the user gets the error when the pool detects the pause
+        assert sim.now() - start <= (5.0 if sim.backend.losing_events else 0.5)
+        assert caught.value.details["reason"] == lease.failure
+        assert lease.failure in ("hung", "frozen")
         await found
-        world.give(lease)
-        await until(lambda: lease.box.id not in world.backend.boxes, 45.0)
+        sim.release(lease)
+        await until(lambda: lease.box.id not in sim.backend.boxes, 45.0)
 
 
 @case
 async def case_12_the_agent_hangs(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=2) as world:
-        await world.pool.filled()
-        victim = world.rng.choice(idle_ids(world))
-        world.backend.mute(victim)
-        if world.rng.random() < 0.5:  # somebody comes before it is found out: never handed out all the same
-            await asyncio.sleep(world.rng.uniform(0, 5))
-            for lease in [await world.take(), await world.take()]:
+    async with SimulatedPool(seed, min_idle=2, max_size=2) as sim:
+        await sim.pool.wait_filled()
+        victim = sim.rng.choice(idle_ids(sim))
+        sim.backend.mute(victim)
+        if sim.rng.random() < 0.5:  # a caller before the detection does not get it either
+            await asyncio.sleep(sim.rng.uniform(0, 5))
+            for lease in [await sim.acquire(), await sim.acquire()]:
                 assert lease.box.id != victim
-                world.give(lease)
-        await until(lambda: victim not in world.backend.boxes, 60.0)
+                sim.release(lease)
+        await until(lambda: victim not in sim.backend.boxes, 60.0)
 
 
 @case
 async def case_13_the_agent_dies(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=3) as world:
-        lease = await world.take()
-        await world.pool.filled()
-        idle = idle_ids(world)[0]
-        world.backend.cut(idle)
-        await until(lambda: idle not in world.backend.boxes, 0.1)
-        asyncio.get_running_loop().call_later(world.rng.uniform(0.01, 3), world.backend.cut, lease.box.id)
+    async with SimulatedPool(seed, min_idle=1, max_size=3) as sim:
+        lease = await sim.acquire()
+        await sim.pool.wait_filled()
+        idle = idle_ids(sim)[0]
+        sim.backend.cut(idle)
+        await until(lambda: idle not in sim.backend.boxes, 0.1)
+        asyncio.get_running_loop().call_later(sim.rng.uniform(0.01, 3), sim.backend.cut, lease.box.id)
         with pytest.raises(SandboxLost) as caught:
             await lease.box.exec("sleep 50", timeout=100)
         assert caught.value.side_effects == "maybe"
-        ran = [request for request in world.backend.boxes[lease.box.id].executed if "sleep 50" in request.argv]
-        assert len(ran) == 1  # and never again
-        world.give(lease)
+        ran = [request for request in sim.backend.boxes[lease.box.id].executed if "sleep 50" in request.argv]
+        assert len(ran) == 1  # and was not repeated
+        sim.release(lease)
 
 
 @case
 async def case_14_one_of_eight_is_slow(seed: int) -> None:
-    async with World(seed, min_idle=8, max_size=8, refill_concurrency=2) as world:
-        await world.pool.filled()
-        slow = world.rng.sample(idle_ids(world), world.rng.randint(1, 4))
+    async with SimulatedPool(seed, min_idle=8, max_size=8, refill_concurrency=2) as sim:
+        await sim.pool.wait_filled()
+        slow = sim.rng.sample(idle_ids(sim), sim.rng.randint(1, 4))
         for id in slow:
-            world.backend.slow(id, world.rng.uniform(0.3, 1.9))
+            sim.backend.slow(id, sim.rng.uniform(0.3, 1.9))
         cap = max(1, 8 // 5)
-        await until(lambda: world.pool.stats().degraded > 0, 21.0)
+        await until(lambda: sim.pool.stats().degraded > 0, 21.0)
         for _ in range(200):
             await asyncio.sleep(0.1)
-            assert world.pool.stats().degraded <= cap
-        ejected = [place.box.id for place in world.stock.ledger if place.state == "degraded"]
-        assert all(place.box.state == "degraded" for place in world.stock.ledger if place.state == "degraded")
+            assert sim.pool.stats().degraded <= cap
+        ejected = [box.id for box in sim.pool.sandboxes("degraded")]
+        assert all(box.state == "degraded" for box in sim.pool.sandboxes("degraded"))
         assert set(ejected) <= set(slow)
-        lease = await world.take()
+        lease = await sim.acquire()
         assert lease.box.id not in ejected
-        world.give(lease)
+        sim.release(lease)
 
 
 @case
 async def case_16_the_engine_does_not_answer(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=6) as world:
-        held = [await world.take(), await world.take()]
-        await world.pool.filled()
-        world.backend.engine_down()
-        ready = len(idle_ids(world))
-        before = sum(call.op == "create" for call in world.backend.calls)
-        outcomes = await asyncio.gather(*(world.take(timeout=60) for _ in range(ready + 8)), return_exceptions=True)
+    async with SimulatedPool(seed, min_idle=2, max_size=6) as sim:
+        held = [await sim.acquire(), await sim.acquire()]
+        await sim.pool.wait_filled()
+        sim.backend.engine_down()
+        ready = len(idle_ids(sim))
+        before = sum(call.op == "create" for call in sim.backend.calls)
+        outcomes = await asyncio.gather(*(sim.acquire(timeout=60) for _ in range(ready + 8)), return_exceptions=True)
         assert sum(isinstance(outcome, BreakerOpen) for outcome in outcomes) == 8
-        assert sum(call.op == "create" for call in world.backend.calls) - before <= 10
-        start = world.now()
+        assert sum(call.op == "create" for call in sim.backend.calls) - before <= 10
+        start = sim.now()
         with pytest.raises(BreakerOpen):
-            await world.take()
-        assert world.now() == start
-        for lease in held:  # what runs, runs on
+            await sim.acquire()
+        assert sim.now() == start
+        for lease in held:  # running sandboxes continue
             assert (await lease.box.exec("true")).ok
-        await asyncio.sleep(world.rng.uniform(1, 60))
-        world.backend.engine_up()
+        await asyncio.sleep(sim.rng.uniform(1, 60))
+        sim.backend.engine_up()
         for lease in [*held, *(outcome for outcome in outcomes if not isinstance(outcome, BaseException))]:
-            world.give(lease)
-        await until(lambda: len(idle_ids(world)) >= 2, 120.0)
-        assert world.pool.stats().breaker == "closed"
+            sim.release(lease)
+        await until(lambda: len(idle_ids(sim)) >= 2, 120.0)
+        assert sim.pool.stats().breaker == "closed"
 
 
 @case
 async def case_17_the_engine_restarts_and_everything_dies(seed: int) -> None:
-    async with World(seed, min_idle=6, max_size=10) as world:
-        held = [await world.take() for _ in range(4)]
-        await world.pool.filled()
-        world.backend.engine_down(kill=True)
-        await asyncio.sleep(world.rng.uniform(0.1, 20))
+    async with SimulatedPool(seed, min_idle=6, max_size=10) as sim:
+        held = [await sim.acquire() for _ in range(4)]
+        await sim.pool.wait_filled()
+        sim.backend.engine_down(kill=True)
+        await asyncio.sleep(sim.rng.uniform(0.1, 20))
         for lease in held:
-            assert lease.ill
+            assert lease.failure
             with pytest.raises(SandboxError):
                 await lease.box.exec("true")
-            world.give(lease)
-        world.backend.engine_up()
-        await until(lambda: len(idle_ids(world)) == 6, 120.0)
-        assert world.ledger.most_creating <= CPUS
-        await until(lambda: len(world.backend.boxes) == 6, 60.0)
+            sim.release(lease)
+        sim.backend.engine_up()
+        await until(lambda: len(idle_ids(sim)) == 6, 120.0)
+        assert sim.slots.most_creating <= CPUS
+        await until(lambda: len(sim.backend.boxes) == 6, 60.0)
 
 
 @case
 async def case_18_events_are_lost(seed: int) -> None:
-    async with World(seed, min_idle=3, max_size=4) as world:
-        await world.pool.filled()
-        world.backend.losing_events = True
-        if world.rng.random() < 0.5:
-            world.backend.cut_events()
-        await asyncio.sleep(world.rng.uniform(0, 20))
-        await world.pool.filled()
-        others = set(idle_ids(world))
-        victim = world.rng.choice(sorted(others))
-        # Dead without a word: neither an event nor the end of the connection.
-        box = world.backend.boxes[victim]
+    async with SimulatedPool(seed, min_idle=3, max_size=4) as sim:
+        await sim.pool.wait_filled()
+        sim.backend.losing_events = True
+        if sim.rng.random() < 0.5:
+            sim.backend.cut_events()
+        await asyncio.sleep(sim.rng.uniform(0, 20))
+        await sim.pool.wait_filled()
+        others = set(idle_ids(sim))
+        victim = sim.rng.choice(sorted(others))
+        # It dies without an event, and its connection stays open.
+        box = sim.backend.boxes[victim]
         box.exit_code, box.channels = 137, []
-        await until(lambda: victim not in world.backend.boxes, 17.0)
-        await world.pool.filled()
-        assert others - {victim} <= set(world.backend.boxes)  # none of the living was touched
+        await until(lambda: victim not in sim.backend.boxes, 17.0)
+        await sim.pool.wait_filled()
+        assert others - {victim} <= set(sim.backend.boxes)  # running sandboxes are not touched
 
 
 @case
-async def case_18b_strays_are_removed_and_those_being_made_are_not(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=4) as world:
-        await world.pool.filled()
-        labels = dict(world.backend.boxes[idle_ids(world)[0]].labels)
+async def case_18b_strays_are_removed_but_not_creations_under_way(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=1, max_size=4) as sim:
+        await sim.pool.wait_filled()
+        labels = dict(sim.backend.boxes[idle_ids(sim)[0]].labels)
         stray = "ak-" + "5" * 16
-        await world.backend.create(stray, world.pool.spec, labels)
+        await sim.backend.create(stray, sim.pool.spec, labels)
         foreign = "ak-" + "6" * 16
-        await world.backend.create(foreign, world.pool.spec, {"agentkit.managed": "1"})
-        world.backend.inject(Fault("create", "slow", phase="ready", seconds=world.rng.uniform(1, 50)))
-        lease = await world.take()
-        slow = asyncio.ensure_future(world.take())
-        await until(lambda: stray not in world.backend.boxes, 120.0)
-        world.give(await slow)
-        world.give(lease)
-        assert foreign in world.backend.boxes
-        await world.backend.remove(foreign)
+        await sim.backend.create(foreign, sim.pool.spec, {"agentkit.managed": "1"})
+        sim.backend.inject(Fault("create", "slow", phase="ready", seconds=sim.rng.uniform(1, 50)))
+        lease = await sim.acquire()
+        slow = asyncio.ensure_future(sim.acquire())
+        await until(lambda: stray not in sim.backend.boxes, 120.0)
+        sim.release(await slow)
+        sim.release(lease)
+        assert foreign in sim.backend.boxes
+        await sim.backend.remove(foreign)
 
 
 @case
 async def case_19_creation_fails_or_is_cancelled_anywhere(seed: int) -> None:
-    async with World(seed, min_idle=0, max_size=3, on_exhausted="create" if seed % 2 else "wait") as world:
+    async with SimulatedPool(seed, min_idle=0, max_size=3, on_exhausted="create" if seed % 2 else "wait") as sim:
         for phase in ("pull", "create", "start", "ready"):
-            does: Literal["fail", "hang", "slow"] = world.rng.choice(["fail", "hang", "slow"])
+            does: Literal["fail", "hang", "slow"] = sim.rng.choice(["fail", "hang", "slow"])
             if phase != "pull" or does == "slow":
-                world.backend.inject(Fault("create", does, phase=phase, seconds=5, times=2, probability=0.7))
-        takers = [asyncio.ensure_future(world.take(timeout=200)) for _ in range(6)]
+                sim.backend.inject(Fault("create", does, phase=phase, seconds=5, times=2, probability=0.7))
+        takers = [asyncio.ensure_future(sim.acquire(timeout=200)) for _ in range(6)]
         for taker in takers:
-            if world.rng.random() < 0.5:
-                asyncio.get_running_loop().call_later(world.rng.uniform(0, 1), taker.cancel)
+            if sim.rng.random() < 0.5:
+                asyncio.get_running_loop().call_later(sim.rng.uniform(0, 1), taker.cancel)
         while pending := [taker for taker in takers if not taker.done()]:
             await asyncio.wait(pending, timeout=5)
             for taker in takers:
                 if taker.done() and not taker.cancelled() and taker.exception() is None:
                     lease = taker.result()
-                    if lease.box.id in world.holders:
-                        world.give(lease)
+                    if lease.box.id in sim.holders:
+                        sim.release(lease)
         for taker in takers:
             if not taker.cancelled() and (error := taker.exception()) is not None:
                 assert isinstance(error, BreakerOpen | PoolExhausted | StartTimeout | EngineUnavailable), error
@@ -287,114 +287,113 @@ async def case_19_creation_fails_or_is_cancelled_anywhere(seed: int) -> None:
 
 @case
 async def case_20_the_image_is_missing(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=3) as world:
-        fault = world.backend.inject(Fault("create", "fail", phase="pull", times=None))
-        start = world.now()
-        takers = await asyncio.gather(*(world.take() for _ in range(5)), return_exceptions=True)
+    async with SimulatedPool(seed, min_idle=1, max_size=3) as sim:
+        fault = sim.backend.inject(Fault("create", "fail", phase="pull", times=None))
+        start = sim.now()
+        takers = await asyncio.gather(*(sim.acquire() for _ in range(5)), return_exceptions=True)
         assert all(isinstance(taker, ImageError) for taker in takers)
-        assert world.now() - start < 5.0
-        assert world.pool.stats().breaker == "closed"  # it is not the engine's fault
-        world.backend.script.faults.remove(fault)
-        await asyncio.sleep(world.rng.uniform(0, 10))
-        await until(lambda: len(idle_ids(world)) == 1, 40.0)
+        assert sim.now() - start < 5.0
+        assert sim.pool.stats().breaker == "closed"  # not a fault of the engine
+        sim.backend.rules.faults.remove(fault)
+        await asyncio.sleep(sim.rng.uniform(0, 10))
+        await until(lambda: len(idle_ids(sim)) == 1, 40.0)
 
 
 @case
 async def case_22_crash_loop(seed: int) -> None:
-    async with World(seed, min_idle=3, max_size=5) as world:
+    async with SimulatedPool(seed, min_idle=3, max_size=5) as sim:
 
         async def crash_all() -> None:
             while True:
                 await asyncio.sleep(0.2)
-                for id, box in list(world.backend.boxes.items()):
-                    if box.exit_code is None and world.now() - box.created > 0.5:
-                        world.backend.die(id)
+                for id, box in list(sim.backend.boxes.items()):
+                    if box.exit_code is None and sim.now() - box.created > 0.5:
+                        sim.backend.die(id)
 
         crashing = asyncio.ensure_future(crash_all())
         await asyncio.sleep(60)
-        first = sum(call.op == "create" for call in world.backend.calls)
+        first = sum(call.op == "create" for call in sim.backend.calls)
         await asyncio.sleep(120)
-        later = sum(call.op == "create" for call in world.backend.calls) - first
+        later = sum(call.op == "create" for call in sim.backend.calls) - first
         assert first <= 2 * 3 + 4, first  # two rounds of all, then one at a time
         assert later <= 2 * 4, later
-        assert world.stock.breaker.opened == 0  # the engine is well
-        await until(lambda: world.stock.failures.not_before - world.now() > 5, 60.0)
-        start = world.now()
-        with pytest.raises(PoolExhausted, match=r"died at once, the last: ak-.* died .* after it was made: exited"):
-            await world.take()
-        assert world.now() == start
+        assert sim.breaker.opened == 0  # the engine has no fault
+        await until(lambda: sim.pool.stats().retry_after > 5, 60.0)
+        start = sim.now()
+        with pytest.raises(PoolExhausted, match=r"died at once, the last: ak-.* died .* after its creation: exited"):
+            await sim.acquire()
+        assert sim.now() == start
         crashing.cancel()
         await asyncio.wait({crashing})
-        await until(lambda: len(idle_ids(world)) == 3, 120.0)
+        await until(lambda: len(idle_ids(sim)) == 3, 120.0)
 
 
 @case
-async def all_that_is_warm_dies_at_once(seed: int) -> None:
-    async with World(seed, min_idle=4, max_size=8) as world:
-        for age in (world.rng.uniform(0, 9), world.rng.uniform(11, 30)):
-            await world.pool.filled()
+async def all_idle_sandboxes_die_at_once(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=4, max_size=8) as sim:
+        for age in (sim.rng.uniform(0, 9), sim.rng.uniform(11, 30)):
+            await sim.pool.wait_filled()
             await asyncio.sleep(age)
-            for id in idle_ids(world):
-                world.backend.die(id)
-            start = world.now()
-            world.give(await world.take(timeout=2))
-            await until(lambda: len(idle_ids(world)) == 4, 3.0 - (world.now() - start))
-            assert world.stock.breaker.opened == 0
+            for id in idle_ids(sim):
+                sim.backend.die(id)
+            start = sim.now()
+            sim.release(await sim.acquire(timeout=2))
+            await until(lambda: len(idle_ids(sim)) == 4, 3.0 - (sim.now() - start))
+            assert sim.breaker.opened == 0
 
 
 @case
 async def case_23_storm(seed: int) -> None:
-    async with World(seed, min_idle=2, max_size=8) as world:
+    async with SimulatedPool(seed, min_idle=2, max_size=8) as sim:
         takers = [
-            asyncio.ensure_future(world.customer(world.rng.expovariate(5.0), world.rng.choice([1.0, 10.0, 60.0])))
+            asyncio.ensure_future(sim.use(sim.rng.expovariate(5.0), sim.rng.choice([1.0, 10.0, 60.0])))
             for _ in range(200)
         ]
-        for taker in world.rng.sample(takers, 40):
-            asyncio.get_running_loop().call_later(world.rng.uniform(0, 5), taker.cancel)
-        breaking = asyncio.ensure_future(nemesis(world, world.now() + 20))
+        for taker in sim.rng.sample(takers, 40):
+            asyncio.get_running_loop().call_later(sim.rng.uniform(0, 5), taker.cancel)
+        breaking = asyncio.ensure_future(inject_faults(sim, sim.now() + 20))
         results = await asyncio.gather(*takers, return_exceptions=True)
         for result in results:
             assert result is None or isinstance(result, asyncio.CancelledError), result
-        assert sum(world.outcomes.values()) + sum(result is not None for result in results) == 200
+        assert sum(sim.outcomes.values()) + sum(result is not None for result in results) == 200
         await breaking
-        counters = world.pool.stats().counters
-        assert counters.acquired >= world.outcomes.get("served", 0)
+        counters = sim.pool.stats().counters
+        assert counters.acquired >= sim.outcomes.get("served", 0)
 
 
 @case
 async def hedged_creation(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=4, hedge=Hedge(budget=0.2)) as world:
+    hedge = Hedge(budget=0.2)
+    async with SimulatedPool(seed, min_idle=1, max_size=4, hedge=hedge) as sim:
         for number in range(60):
-            if number > 30 and world.rng.random() < 0.2:
-                world.backend.inject(Fault("create", "slow", phase="start", seconds=20))
-            world.give(await world.take())
+            if number > 30 and sim.rng.random() < 0.2:
+                sim.backend.inject(Fault("create", "slow", phase="start", seconds=20))
+            sim.release(await sim.acquire())
             await asyncio.sleep(0.5)
-        hedge = world.pool._hedge
-        assert hedge is not None
         assert hedge.counts.hedged <= 0.2 * hedge.counts.calls
 
 
 @case
-async def closing_waits_for_those_in_use_and_not_for_ever(seed: int) -> None:
-    async with World(seed, min_idle=1, max_size=3, drain_timeout=10) as world:
-        lease, other = await world.take(), await world.take()
-        waiting = [asyncio.ensure_future(world.take()) for _ in range(5)]
-        await asyncio.sleep(world.rng.choice([0, 0.05, 0.5]))
-        kept = any(one.done() for one in waiting)  # a third one was made in time, and nobody gives it back
-        start, back = world.now(), world.rng.uniform(0, 20)
-        asyncio.get_running_loop().call_later(back, world.give, lease)
-        asyncio.get_running_loop().call_later(back / 2, world.give, other)
-        closing = asyncio.ensure_future(world.pool.close())
+async def close_waits_for_sandboxes_in_use_up_to_a_limit(seed: int) -> None:
+    async with SimulatedPool(seed, min_idle=1, max_size=3, drain_timeout=10) as sim:
+        lease, other = await sim.acquire(), await sim.acquire()
+        waiting = [asyncio.ensure_future(sim.acquire()) for _ in range(5)]
+        await asyncio.sleep(sim.rng.choice([0, 0.05, 0.5]))
+        kept = any(one.done() for one in waiting)  # a third sandbox was created in time and is not released
+        start, back = sim.now(), sim.rng.uniform(0, 20)
+        asyncio.get_running_loop().call_later(back, sim.release, lease)
+        asyncio.get_running_loop().call_later(back / 2, sim.release, other)
+        closing = asyncio.ensure_future(sim.pool.close())
         if seed % 3 == 0:
             asyncio.get_running_loop().call_later(5, closing.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await closing
-        assert world.now() - start <= (5 if seed % 3 == 0 else 10 if kept else min(10, back)) + 3
+        assert sim.now() - start <= (5 if seed % 3 == 0 else 10 if kept else min(10, back)) + 3
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             if not isinstance(one, BaseException):
-                world.holders.clear()
+                sim.holders.clear()
             else:
                 assert isinstance(one, PoolClosed)
         with pytest.raises(PoolClosed):
-            await world.take()
-        await asyncio.sleep(max(0.0, back - (world.now() - start)) + 0.1)
+            await sim.acquire()
+        await asyncio.sleep(max(0.0, back - (sim.now() - start)) + 0.1)

@@ -1,4 +1,4 @@
-"""A container engine of a test's own, which may be stopped, started and frozen without harm to any other."""
+"""A separate container engine for tests, which can be stopped, started and frozen without affecting others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PrivateEngine:
             await asyncio.sleep(0.2)
 
     async def stop(self) -> None:
-        """As an administrator would; without live restore all containers end with it."""
+        """Stop the engine; without live restore, all its containers end with it."""
         if self._process is not None:
             self.thaw()
             self._process.send_signal(signal.SIGTERM)
@@ -58,7 +58,7 @@ class PrivateEngine:
             self._process = None
 
     def freeze(self) -> None:
-        """It takes connections, and answers nothing."""
+        """Freeze the engine: it accepts connections but does not respond."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -103,7 +103,7 @@ class PrivateEngine:
 
 @contextlib.asynccontextmanager
 async def private_engine() -> AsyncIterator[PrivateEngine]:
-    """A running one that has the base image. Needs root."""
+    """A running private engine with the base image. Needs root."""
     engine = PrivateEngine()
     try:
         await engine.start()

@@ -1,4 +1,4 @@
-"""Hostile programs in real sandboxes: none gets control of what is not its own, none takes its sandbox down with it."""
+"""Hostile programs in real sandboxes: they cannot control other processes or end their sandbox."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from requiring import require
 
 from agentkit.errors import EngineUnavailable, SandboxError
 from agentkit.sandboxes import paths
+from agentkit.sandboxes.agent import seccomp
 from agentkit.sandboxes.backend import Backend, Channel
-from agentkit.sandboxes.backends import seccomp
 from agentkit.sandboxes.types import ExecRequest, ExecResult
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,7 +49,7 @@ class Target:
         return result.stdout.splitlines()
 
     async def processes(self) -> set[int]:
-        """All that run, but those of the question."""
+        """Return all running processes, except those of this query."""
         listing = "import os; print(*(p for p in os.listdir('/proc') if p.isdigit() and int(p) != os.getpid()))"
         return set(map(int, (await self.python(listing)).stdout.split()))
 
@@ -174,7 +174,7 @@ async def test_ordinary_programs_work(target: Target) -> None:
     await target.unharmed()
 
 
-async def test_killing_everything_spares_the_sandbox(target: Target) -> None:
+async def test_killing_all_processes_keeps_the_sandbox(target: Target) -> None:
     result = await target.run("sh", "-c", "kill -9 -1; echo survived")
     assert result.stdout in ("survived\n", "")
     await target.unharmed()
@@ -191,7 +191,7 @@ async def test_a_flood_of_signals_does_not_stop_the_agent(target: Target) -> Non
     await target.unharmed()
 
 
-async def test_a_worker_on_files_is_out_of_reach_and_its_death_is_told(target: Target) -> None:
+async def test_a_file_worker_is_isolated_and_its_death_is_reported(target: Target) -> None:
     await target.run("sh", "-c", "mkdir d; head -c 8000000 /dev/zero > d/file")
     packing = target.channel.pack(["/workspace/d"])  # pyright: ignore[reportAttributeAccessIssue]
     assert await anext(packing)  # and the rest waits in the worker
@@ -232,7 +232,7 @@ while True:
 """
 
 
-async def test_no_program_passes_for_the_agent(target: Target) -> None:
+async def test_no_program_can_imitate_the_agent(target: Target) -> None:
     impostor = await target.channel.spawn(ExecRequest(("python3", "-c", IMPOSTOR), 120.0, 1 << 16, "/workspace"))
     async for _ in impostor:
         break
@@ -274,7 +274,7 @@ async def test_a_timeout_ends_what_hides(target: Target, how: str) -> None:
 
 
 async def test_a_timeout_spares_what_an_earlier_command_left(target: Target) -> None:
-    """Also what that starts meanwhile and lets go of: it is not the late command's."""
+    """This includes processes that the earlier command starts meanwhile and detaches."""
     server = f"""
 import os, time
 if os.fork(): os._exit(0)

@@ -18,7 +18,7 @@ from agentkit import errors
 from agentkit.errors import EngineUnavailable, SandboxError, SandboxLost
 from agentkit.sandboxes import Sandbox
 from agentkit.sandboxes.attribution import Cause, cause_of, decide
-from agentkit.sandboxes.backends.local_state import load
+from agentkit.sandboxes.backends.local.state import load
 
 __all__ = ["runtime_directory"]
 
@@ -50,12 +50,12 @@ def lost(reason: str, **details: Any) -> SandboxLost:
             lost("agent_dead", external=True, log_tail="external"),
             {},
             "unexplained",
-        ),  # what is not recorded is not heard
+        ),  # data from the sandbox is ignored
         (errors.EngineUnavailable("down"), {}, "external"),
         (errors.BreakerOpen("down"), {}, "external"),
         (errors.PoolExhausted("busy"), {}, "external"),
         (errors.StartTimeout("late"), {}, "external"),
-        (errors.LeaseExpired("old"), {}, "external"),
+        (errors.SandboxExpired("old"), {}, "external"),
         (errors.InvalidTransition("paused"), {}, "external"),
         (errors.ResourcesExhausted("no process left"), {}, "unexplained"),
         (errors.DiskFull("no space left"), {}, "unexplained"),
@@ -71,7 +71,7 @@ def test_table(error: SandboxError, recorded: Mapping[str, Any], cause: Cause) -
 
 
 async def cause_while_working(box: Sandbox, end: Any) -> Cause:
-    """End a sandbox while it works, and attribute what its caller gets."""
+    """End a sandbox during a command and attribute the error of the command."""
     work = asyncio.ensure_future(box.exec("echo begun; sleep 600", timeout=600))
     await asyncio.sleep(0.5)
     await end()
@@ -82,9 +82,9 @@ async def cause_while_working(box: Sandbox, end: Any) -> Cause:
 
 @pytest.mark.docker
 @pytest.mark.parametrize("action", ["kill", "stop", "remove", "kill while idle"])
-async def test_requests_to_the_engine(docker_backend: WatchedDocker, action: str) -> None:
-    async with await Sandbox.create(SMALL, backend=docker_backend) as box:
-        for _ in range(2):  # an earlier generation's end, which was asked for, explains no later one
+async def test_requests_to_the_engine_are_external(docker_backend: WatchedDocker, action: str) -> None:
+    async with Sandbox.create(SMALL, backend=docker_backend) as box:
+        for _ in range(2):  # the requested ends of earlier generations are ignored
             await box.restart()
 
         def ask(client: Any) -> None:
@@ -109,9 +109,9 @@ async def test_requests_to_the_engine(docker_backend: WatchedDocker, action: str
 
 
 @pytest.mark.docker
-async def test_a_death_that_nobody_asked_for(docker_backend: WatchedDocker) -> None:
-    """Also after restarts, which the engine records as kills."""
-    async with await Sandbox.create(SMALL, backend=docker_backend) as box:
+async def test_kill_from_the_host_is_unexplained(docker_backend: WatchedDocker) -> None:
+    """Also after a restart, which the engine records as a kill."""
+    async with Sandbox.create(SMALL, backend=docker_backend) as box:
         await box.restart()
 
         async def end() -> None:
@@ -122,12 +122,12 @@ async def test_a_death_that_nobody_asked_for(docker_backend: WatchedDocker) -> N
 
 
 @pytest.mark.docker
-async def test_an_engine_that_is_away(docker_backend: WatchedDocker, tmp_path: Path) -> None:
+async def test_unreachable_engine_is_external(docker_backend: WatchedDocker, tmp_path: Path) -> None:
     async with engine_relay(tmp_path, docker_backend.engine.socket) as relay:
         backend = WatchedDocker(relay.host)
         await backend.start()
         try:
-            async with await Sandbox.create(SMALL, backend=backend) as box:
+            async with Sandbox.create(SMALL, backend=backend) as box:
                 found = await backend.engine.call("inspect", lambda client: client.inspect_container(box.id))
 
                 async def end() -> None:
@@ -141,8 +141,8 @@ async def test_an_engine_that_is_away(docker_backend: WatchedDocker, tmp_path: P
 
 
 @pytest.mark.usefixtures("runtime_directory")
-async def test_a_local_death() -> None:
-    async with await Sandbox.create(SMALL, backend="local") as box:
+async def test_kill_of_a_local_sandbox_is_unexplained() -> None:
+    async with Sandbox.create(SMALL, backend="local") as box:
         state = load(box.id)
         assert state is not None
 

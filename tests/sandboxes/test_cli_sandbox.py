@@ -1,4 +1,4 @@
-"""`agentkit sandbox` as a person at a terminal, or a script, uses it: real processes, real sandboxes."""
+"""`agentkit sandbox` at a terminal and in scripts, with real processes and sandboxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from owner_harness import PATIENCE, OwnerProcess, owner, until
 
 from agentkit.cli import sandbox
 from agentkit.errors import ConfigError
-from agentkit.sandboxes.backends.local_state import log_path
+from agentkit.sandboxes.backends.local.state import log_path
 
 __all__ = ["owner", "runtime_directory"]
 
@@ -103,7 +103,7 @@ def test_interrupting_a_command_ends_it_inside(owner: Owner) -> None:
         (["rm"], ""),
     ],
 )
-def test_a_sandbox_that_there_is_not(words: list[str], id: str) -> None:
+def test_an_unknown_sandbox_is_an_error(words: list[str], id: str) -> None:
     result = agentkit(words[0], "--backend", "local", id, *words[1:])
     assert result.returncode == 1
     assert b"agentkit sandbox ls" in result.stderr
@@ -153,7 +153,7 @@ def test_a_sandbox_from_its_making_to_its_removal(tmp_path: Path) -> None:
         agentkit("rm", *HERE, id)
 
 
-def test_what_cannot_be_made_says_so_in_a_line() -> None:
+def test_a_failed_creation_is_an_error_in_one_line() -> None:
     for status, words in [
         (2, ["--backend", "nonsense"]),
         (2, [*HERE, "--memory", "much"]),
@@ -209,7 +209,7 @@ def test_a_remote_sandbox_by_the_same_commands(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_clearing_away(owner: Owner) -> None:
+def test_gc(owner: Owner) -> None:
     def gc(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         return agentkit("gc", "--backend", "local", *words, stdin=stdin)
 
@@ -232,11 +232,11 @@ def test_clearing_away(owner: Owner) -> None:
     ("text", "complaint"),
     [
         ("policy: {imagse: []}", "policy.imagse|imagse"),
-        ("limits: {sandboxes: none}", "sandboxes"),
-        ("what: 1", "policy and limits"),
-        ("1", "names and values"),
-        ("[", "cannot be read"),
-        (None, "cannot be read"),
+        ("quota: {sandboxes: none}", "sandboxes"),
+        ("what: 1", "policy and quota"),
+        ("1", "must contain a mapping"),
+        ("[", "cannot read"),
+        (None, "cannot read"),
     ],
 )
 def test_rules_of_a_server_are_checked(tmp_path: Path, text: str | None, complaint: str) -> None:
@@ -250,7 +250,7 @@ def test_rules_of_a_server_are_checked(tmp_path: Path, text: str | None, complai
 @pytest.mark.slow
 def test_serving(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text("limits: {sandboxes: 3}\npolicy: {memory: 1g, networks: [none]}\n")
+    rules.write_text("quota: {sandboxes: 3}\npolicy: {memory: 1g, networks: [none]}\n")
     command = [sys.executable, "-m", "agentkit", "sandbox", "serve", "--backend", "local", "--port", "0", "--policy"]
     process = subprocess.Popen([*command, str(rules)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -261,8 +261,8 @@ def test_serving(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_terminal_does_not_obey_a_sandbox(owner: Owner) -> None:
-    """Escapes in logs and in a command's output are shown; what is no terminal gets the bytes as they are."""
+def test_control_characters_are_escaped_on_a_terminal(owner: Owner) -> None:
+    """Escape sequences in logs and output are shown as text; without a terminal the bytes are unchanged."""
     id = owner("local", 1).ids[0]
     with log_path(id).open("ab") as log:
         log.write(b"\x1b]0;hostile\x07\x9b2J\n")
@@ -274,14 +274,14 @@ def test_a_terminal_does_not_obey_a_sandbox(owner: Owner) -> None:
 
 
 def on_a_terminal(*words: str) -> bytes:
-    """What a terminal is sent by `agentkit sandbox`."""
+    """Return the output of `agentkit sandbox` on a terminal."""
     terminal, end = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "agentkit", "sandbox", *words], stdin=subprocess.DEVNULL, stdout=end, stderr=end
     ) as process:
         os.close(end)
         sent = b""
-        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more raises EIO
+        with contextlib.suppress(OSError):  # a terminal without a writer raises EIO
             while data := os.read(terminal, 1 << 16):
                 sent += data
         os.close(terminal)

@@ -1,6 +1,6 @@
-"""The list of faults is complete: each is injected on a real engine, and simulated over many seeds.
+"""Each documented fault is injected on a real engine and simulated over many seeds.
 
-What neither a pool nor a single sandbox of the pretended back end can show is simulated here: frames, and owners.
+This module simulates the faults that the scripted back end cannot show: faults of frames and of owners.
 """
 
 from __future__ import annotations
@@ -21,30 +21,34 @@ import pytest
 from seeds import over_all_seeds
 
 from agentkit.errors import SandboxError
-from agentkit.sandboxes import lease, paths, wire
-from agentkit.sandboxes.agent_channel import AgentChannel
-from agentkit.sandboxes.agent_link import Link
-from agentkit.sandboxes.backends import virtual_time
-from agentkit.sandboxes.backends.fake import FakeBackend, Fault
-from agentkit.sandboxes.owner import Owner, boot_id
+from agentkit.sandboxes import paths
+from agentkit.sandboxes.agent import protocol
+from agentkit.sandboxes.agent.channel import AgentChannel
+from agentkit.sandboxes.agent.connection import AgentConnection
+from agentkit.sandboxes.agent.protocol import Kind
+from agentkit.sandboxes.reaper import heartbeat
+from agentkit.sandboxes.reaper import labels as label
+from agentkit.sandboxes.reaper.owner import Owner, boot_id
+from agentkit.sandboxes.reaper.sweep import Report, sweep
 from agentkit.sandboxes.spec import SandboxSpec
-from agentkit.sandboxes.sweep import Report, sweep
+from agentkit.sandboxes.testing import virtual_time
+from agentkit.sandboxes.testing.fake import FakeBackend
+from agentkit.sandboxes.testing.faults import Fault
 from agentkit.sandboxes.types import ExecRequest, ExecResult
-from agentkit.sandboxes.wire import Kind
 
 NUMBERS = range(1, 26)
-PAGE = Path(__file__).parents[2] / "docs" / "sandboxes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sandboxes" / "faults.md"
 
 
 # --- 15: frames -------------------------------------------------------------------------------------------------------
 
 
 class Wire(asyncio.Transport):
-    """Keeps the frames that the host sends."""
+    """Records the frames that the host sends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder, self.sent, self.ended = wire.Decoder(), [], False
+        self.decoder, self.sent, self.ended = protocol.Decoder(), [], False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += [frame for frame in self.decoder.feed(bytes(data)) if frame.kind != Kind.PING]
@@ -56,21 +60,21 @@ class Wire(asyncio.Transport):
         self.ended = True
 
 
-async def frames_that_lie(seed: int) -> None:
-    """True answers, spoilt somewhere: each call ends, by an allowed result or a typed error, in bounded memory."""
+async def corrupt_frames(seed: int) -> None:
+    """Corrupt valid answers: each call ends with a valid result or a typed error, in bounded memory."""
     rng, limit = random.Random(seed), 1000
-    link = Link("nonce", lambda _: None, lambda *_: None)
+    connection = AgentConnection("nonce", lambda _: None, lambda *_: None)
     transport = Wire()
-    link.connection_made(transport)
-    link.data_received(wire.encode(Kind.HELLO, 0, wire.pack(wire.VERSION, b"nonce", b"boot")))
-    channel = AgentChannel(link, "container", workdir="/", heartbeat=5.0)
+    connection.connection_made(transport)
+    connection.data_received(protocol.encode(Kind.HELLO, 0, protocol.pack(protocol.VERSION, b"nonce", b"boot")))
+    channel = AgentChannel(connection, isolation="container", workdir="/", heartbeat=5.0)
     calls = [asyncio.ensure_future(channel.exec(ExecRequest(("true",), 5.0, limit, "/"))) for _ in range(3)]
     await asyncio.sleep(0)
     answers = b""
     for frame in transport.sent:
-        answers += wire.encode(Kind.OUTPUT, frame.id, rng.randbytes(rng.randint(0, 900)))
-        answers += wire.encode(Kind.DONE, frame.id, wire.pack(rng.randint(0, 255), 0, 0, 0.1, b"end", b""))
-    spoil: Callable[[bytes], bytes] = rng.choice(
+        answers += protocol.encode(Kind.OUTPUT, frame.id, rng.randbytes(rng.randint(0, 900)))
+        answers += protocol.encode(Kind.DONE, frame.id, protocol.pack(rng.randint(0, 255), 0, 0, 0.1, b"end", b""))
+    corrupt: Callable[[bytes], bytes] = rng.choice(
         [
             lambda data: data,
             lambda data: data[: rng.randrange(len(data))],
@@ -81,12 +85,12 @@ async def frames_that_lie(seed: int) -> None:
             lambda data: rng.choice([b"\xff\xff\xff\xff", b"\x00\x10\x00\x01"]) + data[4:],
         ]
     )
-    data = spoil(answers)
+    data = corrupt(answers)
     while data and not transport.ended:
         size = rng.randint(1, 2000)
-        link.data_received(data[:size])
+        connection.data_received(data[:size])
         data = data[size:]
-    results = await asyncio.gather(*calls, return_exceptions=True)  # what is unanswered ends by its time
+    results = await asyncio.gather(*calls, return_exceptions=True)  # unanswered calls end by their timeout
     for result in results:
         if isinstance(result, ExecResult):
             assert result.exit_code is None or 0 <= result.exit_code <= 255
@@ -94,31 +98,31 @@ async def frames_that_lie(seed: int) -> None:
             assert len(result.stderr_bytes) <= limit
         else:
             assert isinstance(result, SandboxError), result
-    assert len(link._decoder._buffer) <= wire.MAX_PAYLOAD + 9
-    assert transport.ended == link.lost.done()
+    assert len(connection._decoder._buffer) <= protocol.MAX_PAYLOAD + 9
+    assert transport.ended == connection.lost.done()
     await channel.close()
 
 
 # --- 21: owners -------------------------------------------------------------------------------------------------------
 
 
-async def owners_that_die(seed: int) -> None:
-    """Sandboxes of dead and living owners in all states, an engine that now and then fails, several reapers at once."""
+async def dead_owners(seed: int) -> None:
+    """Several reapers clean up after dead owners, on an engine that sometimes fails; other sandboxes stay."""
     rng, backend = random.Random(seed), FakeBackend(seed, create_seconds=0.01)
     await backend.start()
     dead = Owner(boot_id(), 2**30, 1, os.stat("/proc/self/ns/pid").st_ino)
     elsewhere = Owner("0" * 8 + "-0000-0000-0000-" + "0" * 12, 7, 7, 7)
-    mine, expected = lease.current(), set()
+    mine, expected = heartbeat.current(), set()
     for _ in range(rng.randint(1, 20)):
         id, whose = f"ak-{rng.getrandbits(64):016x}", rng.choice(["dead", "living", "elsewhere", "foreign"])
         run = str(uuid.UUID(int=rng.getrandbits(128), version=4))
         labels = {
-            "dead": {lease.ID: id, lease.OWNER: str(dead), lease.RUN: run},
+            "dead": {label.ID: id, label.OWNER: str(dead), label.RUN: run},
             "living": mine.labels(id),
-            "elsewhere": {lease.ID: id, lease.OWNER: str(elsewhere), lease.RUN: run},
-            "foreign": {lease.ID: "another", lease.OWNER: str(dead), lease.RUN: run},
+            "elsewhere": {label.ID: id, label.OWNER: str(elsewhere), label.RUN: run},
+            "foreign": {label.ID: "another", label.OWNER: str(dead), label.RUN: run},
         }[whose]
-        await backend.create(id, SandboxSpec(idle_timeout=None), {lease.MANAGED: "1", **labels})
+        await backend.create(id, SandboxSpec(idle_timeout=None), {label.MANAGED: "1", **labels})
         if whose != "dead":
             expected.add(id)
         rng.choice([lambda _: None, backend.freeze, backend.die, backend.mute])(id)
@@ -129,13 +133,13 @@ async def owners_that_die(seed: int) -> None:
         assert asyncio.get_running_loop().time() - start <= 30
         reports += await asyncio.gather(*(sweep(backend) for _ in range(rng.randint(1, 3))))
         await asyncio.sleep(1)
-    backend.script.faults.clear()
+    backend.rules.faults.clear()
     for box in list(backend.boxes):
         await backend.remove(box)
     await backend.close()
 
 
-SIMULATED: dict[int, Callable[[int], Coroutine[Any, Any, None]]] = {15: frames_that_lie, 21: owners_that_die}
+SIMULATED: dict[int, Callable[[int], Coroutine[Any, Any, None]]] = {15: corrupt_frames, 21: dead_owners}
 PARAMETERS = [pytest.param(number, marks=pytest.mark.fault(number)) for number in SIMULATED]
 
 
@@ -169,7 +173,7 @@ def test_simulated_over_all_seeds(number: int, seeds: range) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """For ``listed``, which loads this module as a plugin."""
+    """Print the fault tests; ``listed`` loads this module as a plugin."""
     for item in session.items:
         for mark in item.iter_markers("fault"):
             where = "docker" if item.get_closest_marker("docker") else "seeds" if "all_seeds" in item.name else "some"
@@ -177,9 +181,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def listed() -> dict[int, dict[str, set[str]]]:
-    """Case → ``docker`` and ``seeds`` → its tests, as pytest collects them."""
+    """Return the collected tests by number of the fault and by kind (``docker``, ``seeds``)."""
     here = Path(__file__)
-    files = [str(path) for path in sorted(here.parent.glob("test_*.py")) if "mark.fault(" in path.read_text()]
+    files = [str(path) for path in sorted(here.parent.rglob("test_*.py")) if "mark.fault(" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", here.stem, *files]
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), *sys.path])
     done = subprocess.run(

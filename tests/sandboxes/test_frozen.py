@@ -1,4 +1,4 @@
-"""Sandboxes that are frozen from outside while nobody but their caller watches, on real back ends."""
+"""Sandboxes that are frozen from outside, on real back ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from requiring import require
 
 from agentkit.errors import EngineUnavailable, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox
-from agentkit.sandboxes.backends import local_state
+from agentkit.sandboxes.backends.local import state as local_state
 
 __all__ = ["runtime_directory"]
 
@@ -24,7 +24,7 @@ PATIENCE = float(os.environ.get("AGENTKIT_TEST_PATIENCE", "10"))
 
 
 async def lost_in_time(box: Sandbox, work: asyncio.Future, within: float) -> str:
-    """The reason of the loss, which must come within so many promised seconds from now."""
+    """Return the reason of the loss, which must be reported within the documented number of seconds."""
     start = time.monotonic()
     with pytest.raises(SandboxLost) as caught:
         await asyncio.wait_for(work, within * PATIENCE)
@@ -35,13 +35,13 @@ async def lost_in_time(box: Sandbox, work: asyncio.Future, within: float) -> str
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
-async def test_paused_behind_its_owners_back(docker_backend: WatchedDocker) -> None:
+async def test_a_sandbox_that_was_paused_from_outside_is_reported_as_frozen(docker_backend: WatchedDocker) -> None:
     for call, within in (
         (lambda box: box.exec("sleep 60", timeout=2), 4.0),
         (lambda box: box.exec("sleep 60", timeout=0.2), 2.2),
         (lambda box: box.files.read("/etc/passwd"), 5.0),
     ):
-        async with await Sandbox.create(SMALL, backend=docker_backend) as box:
+        async with Sandbox.create(SMALL, backend=docker_backend) as box:
             await docker_backend.engine.call("pause", lambda client, id=box.id: client.pause(id))
             assert await lost_in_time(box, asyncio.ensure_future(call(box)), within) in ("hung", "frozen")
             await docker_backend.engine.call("resume", lambda client, id=box.id: client.unpause(id))
@@ -56,7 +56,7 @@ async def test_a_stopped_agent(runtime_directory: Path) -> None:
     except EngineUnavailable as error:
         require(False, str(error))
     try:
-        async with await Sandbox.create(SMALL, backend=backend) as box:
+        async with Sandbox.create(SMALL, backend=backend) as box:
             assert (await box.exec("sleep 5")).ok  # nothing is wrong with one that works
             work = asyncio.ensure_future(box.exec("sleep 600", timeout=900))
             await asyncio.sleep(0.5)
@@ -75,9 +75,9 @@ async def test_a_stopped_agent(runtime_directory: Path) -> None:
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_large_transfers_and_busy_sandboxes_are_not_condemned(docker_backend: WatchedDocker) -> None:
+async def test_large_transfers_and_busy_sandboxes_do_not_count_as_frozen(docker_backend: WatchedDocker) -> None:
     resources = Resources(memory=1 << 30, tmp=8 << 20, workspace=300 << 20, shm=1 << 20, pids=64, cpus=0.2)
-    async with await Sandbox.create(spec(resources=resources), backend=docker_backend) as box:
+    async with Sandbox.create(spec(resources=resources), backend=docker_backend) as box:
         data = os.urandom(1 << 20) * 100
         await box.exec("for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; sleep 0.1")
         await box.files.write("large", data)

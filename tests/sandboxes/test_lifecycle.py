@@ -45,7 +45,7 @@ def test_only_legal_transitions_happen(wanted: list[State]) -> None:
     assert all(one.after == two.before for one, two in itertools.pairwise(seen))
 
 
-def test_work_does_not_push_causes_out() -> None:
+def test_calls_do_not_displace_causes() -> None:
     now = iter(range(10**6))
     life = Lifecycle("ak-0", monotonic=lambda: float(next(now)), wall=lambda: 5.0)
     for state in ("creating", "starting", "ready"):
@@ -62,7 +62,7 @@ def test_work_does_not_push_causes_out() -> None:
     assert {item.wall for item in history} == {5.0}
 
 
-def test_a_watcher_can_leave() -> None:
+def test_stopped_watcher_gets_no_transitions() -> None:
     life, seen = Lifecycle("ak-0"), []
     stop = life.watch(seen.append)
     life.to("creating", "a")

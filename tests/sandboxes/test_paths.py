@@ -1,4 +1,4 @@
-"""The runtime directory: private, checked, and closed to names that are paths."""
+"""The runtime directory is private and checked, and names that are paths are refused."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def test_it_is_made_private(root):
+def test_the_runtime_directory_is_private(root):
     assert paths.runtime_root() == root
     assert root.stat().st_mode & 0o777 == 0o700
     directory = paths.make_sandbox_directory(id := paths.new_id())
     assert directory == root / "sandboxes" / id
     assert directory.stat().st_mode & 0o777 == 0o755
-    assert paths.lease_path("1234-abc").parent == root / "leases"
+    assert paths.heartbeat_path("1234-abc").parent == root / "heartbeats"
     assert list(paths.sandbox_ids()) == [id]
     paths.remove_sandbox_directory(id)
     paths.remove_sandbox_directory(id)
     assert list(paths.sandbox_ids()) == []
 
 
-def test_where_it_is(monkeypatch, tmp_path):
+def test_location_of_the_runtime_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("AGENTKIT_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert paths.runtime_root() == tmp_path / "agentkit"
@@ -38,7 +38,7 @@ def test_where_it_is(monkeypatch, tmp_path):
         paths.runtime_root()
 
 
-def test_what_others_could_have_put_there_is_refused(root, tmp_path):
+def test_a_runtime_directory_that_is_not_private_is_refused(root, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     root.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="0700"):
@@ -64,7 +64,7 @@ def test_what_others_could_have_put_there_is_refused(root, tmp_path):
 )
 def test_only_ids_become_paths(root, name):
     assert not paths.is_id(name)
-    with pytest.raises(ValueError, match="no sandbox id"):
+    with pytest.raises(ValueError, match="not a sandbox id"):
         paths.sandbox_directory(name)
 
 
@@ -75,6 +75,6 @@ def test_ids_differ():
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a" * 65, "a\n"])
-def test_only_names_of_runs_become_leases(root, name):
-    with pytest.raises(ValueError, match="no name of a run"):
-        paths.lease_path(name)
+def test_only_names_of_runs_become_heartbeats(root, name):
+    with pytest.raises(ValueError, match="not the name of a run"):
+        paths.heartbeat_path(name)

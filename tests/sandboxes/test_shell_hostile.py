@@ -41,7 +41,7 @@ async def shell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     require(shutil.which("bwrap") is not None and shutil.which(request.param) is not None, "install bubblewrap, dash")
     if request.param == "dash":
         monkeypatch.setattr(shells, "_BEST_SHELL", "exec dash -i")
-    async with await Sandbox.create(backend="local") as box, await box.shell() as made:
+    async with Sandbox.create(backend="local") as box, box.shell() as made:
         yield request.param, made
 
 

@@ -1,4 +1,4 @@
-"""What a shell writes is cut at the right places, whenever and in whatever pieces it arrives."""
+"""The output of a shell is split at the right places, independent of its timing and pieces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def mark(nonce: str, status: int = 0) -> bytes:
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 @pytest.mark.parametrize("answers", [1, 2, 4])
 @pytest.mark.parametrize("own", [b"", mark(FIRST, 130)], ids=["line abandoned", "line ended"])
-def test_late_answers_of_an_interrupted_shell_belong_to_no_command(piece: int, answers: int, own: bytes) -> None:
-    """The shell was asked ``answers`` times whether it is back, and says so each time."""
+def test_late_marks_of_an_interrupted_shell_are_ignored(piece: int, answers: int, own: bytes) -> None:
+    """The host asked the shell ``answers`` times whether it is ready, and the shell answers each time."""
     late = mark(ASKED) * (answers - 1)
     for before in range(len(late) + 1):  # bytes that arrive before the next command begins
         output = _Output()
@@ -51,7 +51,7 @@ def test_an_interrupted_command_after_an_interrupted_one() -> None:
     assert (output.take(), output.status) == ((b"xy", False), 1)
 
 
-def test_a_mark_that_nobody_gave_out_is_output() -> None:
+def test_an_unknown_mark_is_output() -> None:
     output = _Output()
     output.expect(1000, FIRST)
     output.feed(mark(SECOND) + mark(FIRST))

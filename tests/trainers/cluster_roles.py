@@ -1,4 +1,4 @@
-"""Small roles for the placement tests, in a module of their own so that a spawned process can import them."""
+"""Small roles for the placement tests, in a separate module that a spawned process can import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PickyError(AgentkitError):
 
 
 class Probe:
-    """Does what a test asks for."""
+    """A role whose methods tests call to cause effects and faults."""
 
     kind = "probe"
 

@@ -8,7 +8,7 @@ from agentkit.envs.base import TextEnv
 
 
 class Patient(TextEnv):
-    """Has as many turns as it is asked to have."""
+    """An environment with a configurable number of turns."""
 
     instructions = "Wait."
     max_turns = 1

@@ -1,4 +1,4 @@
-"""Reads a run's records as an accountant would: does every group have one end, and nothing else?"""
+"""Audit the records of a run: every group has exactly one end, and there are no other records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check_evaluations(rows: list[tuple[Any, ...]], config: RunConfig) -> None:
 
 
 def _is_of_a_member_alone(row: tuple[Any, ...]) -> bool:
-    """A redundant member, or an attempt whose environment failed: the group went on without it."""
+    """Return whether the group continued without it: a redundant member, or an attempt whose environment failed."""
     ending, reason = row[1], row[2]
     return (ending, reason) == ("cancelled", "redundant_member") or (ending == "voided" and reason != "group")
 

@@ -1,6 +1,6 @@
-"""Forks ``agentkit`` commands from an interpreter that has everything imported, so that a start costs no imports.
+"""Fork ``agentkit`` commands from an interpreter with all modules imported, which saves the imports of each start.
 
-Reads ``[arguments, log file]`` as JSON lines; answers each with the process id, and when that ends with its exit code.
+Reads ``[arguments, log file]`` as JSON lines; answers each with the process id, and later with its exit code.
 """
 
 from __future__ import annotations

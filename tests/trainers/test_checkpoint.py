@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there, at whichever file operation the process dies."""
+"""A checkpoint is complete or absent, at any file operation at which the process dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEEP = 2
 
 
 class Killed(BaseException):
-    """Not an ``Exception``: nobody may handle a kill."""
+    """Not an ``Exception``, so that no handler catches a kill."""
 
 
 def save(directory: Path, step: int) -> None:
@@ -29,7 +29,7 @@ def save(directory: Path, step: int) -> None:
 
 
 def check(directory: Path, steps: list[int]) -> None:
-    """All that is found is whole, and the newest is one of ``steps``."""
+    """Assert that all checkpoints are complete and the newest is one of ``steps``."""
     found = checkpoint.list_checkpoints(directory)
     assert found[-1].step in steps
     for one in found:
@@ -85,7 +85,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint_and_tidying_finishes_
     assert number > 15, "the kills did not cover the work"
 
 
-def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (tmp_path / "checkpoints" / "step-000001" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Roles behave alike in this process and in one of their own, and whatever dies leaves nothing behind."""
+"""Roles behave equally in this process and in separate processes, and a process that dies leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Place = Callable[..., Awaitable[Any]]
 
 @pytest.fixture
 async def spawned() -> AsyncIterator[Place]:
-    """``place`` in a process; what is placed is closed after the test, and must then be gone."""
+    """``place`` in a process; roles are closed after the test, and their processes must have ended."""
     proxies: list[RemoteRole] = []
 
     async def in_process(factory: Any = Probe, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class TestBothPlacements:
             probe.generat  # noqa: B018
         assert not hasattr(probe, "missing")
 
-    async def test_a_wrong_argument_fails_the_call_alone(self, probe: Any) -> None:
+    async def test_a_wrong_argument_fails_only_its_call(self, probe: Any) -> None:
         with pytest.raises((TypeError, RoleError), match="unexpected keyword argument 'nope'"):
             await probe.meet(1, nope=2)
         assert await probe.meet(1) == 1
@@ -157,7 +157,7 @@ class TestProcess:
         with pytest.raises(RoleError, match="cancelled its own call of fail"):
             await probe.fail("cancel")
 
-    async def test_what_cannot_be_pickled_fails_its_call_alone(self, spawned: Place) -> None:
+    async def test_unpicklable_values_fail_only_their_call(self, spawned: Place) -> None:
         probe = await spawned()
         waiting = asyncio.create_task(probe.meet(2))
         with pytest.raises(Exception, match="lambda"):
@@ -185,7 +185,7 @@ class TestProcess:
             await probe.notes()
 
     @pytest.mark.parametrize("with_log", [False, True])
-    async def test_an_exit_tells_its_code_and_the_last_output(
+    async def test_an_exit_reports_its_code_and_the_last_output(
         self, spawned: Place, tmp_path: Path, with_log: bool
     ) -> None:
         log = tmp_path / "logs" / "probe.log"
@@ -207,7 +207,7 @@ class TestProcess:
             await other
         assert not probe.alive()
 
-    async def test_a_constructor_that_raises_is_told_and_leaves_nothing(self) -> None:
+    async def test_an_error_of_a_constructor_is_raised_and_leaves_nothing(self) -> None:
         before = set(psutil.Process().children(recursive=True))
         with pytest.raises(PickyError, match="code 7"):
             await place(Probe, placement="process", spoil="agentkit")
@@ -286,7 +286,7 @@ class TestClose:
         assert not runs(probe.pids[0])
 
     @pytest.mark.parametrize("how", ["close", "kill"])
-    async def test_what_the_role_started_ends_with_it(self, spawned: Place, how: str) -> None:
+    async def test_child_processes_end_with_the_role(self, spawned: Place, how: str) -> None:
         probe = await spawned()
         grandchild = await probe.spawn()
         assert runs(grandchild)
@@ -347,7 +347,7 @@ class TestDeathOfTheParent:
     """)
 
     @pytest.mark.parametrize("state", ["idle", "busy", "return", "raise"])
-    async def test_nothing_survives_it(self, state: str) -> None:
+    async def test_no_process_survives(self, state: str) -> None:
         parent = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", self.SCRIPT, str(Path(__file__).parent), state), stdout=subprocess.PIPE
         )
@@ -355,13 +355,13 @@ class TestDeathOfTheParent:
             assert parent.stdout is not None
             *pids, store = (await asyncio.wait_for(parent.stdout.readline(), 60)).decode().split()
             session = [int(pid) for pid in pids]
-            everyone = {p.pid for p in psutil.process_iter() if _group(p.pid) in session}
+            members = {p.pid for p in psutil.process_iter() if _group(p.pid) in session}
             if state in ("idle", "busy"):
-                assert len(everyone) == 5, "two ranks, what each started, and the guard"
+                assert len(members) == 5, "two ranks, what each started, and the guard"
                 await asyncio.sleep(0.1)
                 parent.kill()
             await asyncio.wait_for(parent.wait(), 30)
-            await until(lambda: not any(runs(pid) for pid in {*session, *everyone}))
+            await until(lambda: not any(runs(pid) for pid in {*session, *members}))
             await until(lambda: not Path(store).parent.exists())
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -418,7 +418,7 @@ class TestRanks:
         with pytest.raises(RoleError, match=r"rank 1 .*SIGKILL"):
             await probe.identity()
 
-    async def test_cancelling_reaches_every_rank_and_spares_the_group(self, spawned: Place) -> None:
+    async def test_cancelling_reaches_every_rank_and_keeps_the_group(self, spawned: Place) -> None:
         probe = await spawned(ranks=2)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(probe.wait_for_cancel(), 0.2)
@@ -453,6 +453,6 @@ async def test_throughput_of_small_calls(spawned: Place) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of this process and of ``pid``."""
+    """Return the CPU seconds of this process and of ``pid``."""
     times = psutil.Process(pid).cpu_times()
     return time.process_time() + times.user + times.system

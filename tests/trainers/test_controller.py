@@ -1,4 +1,4 @@
-"""Whole runs with every real part, small enough for seconds: what a run promises, whatever its settings."""
+"""Complete runs with all real components, small enough to take seconds, under many settings."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from agentkit.config import RunConfig
 from agentkit.envs.base import TextEnv
 from agentkit.errors import CheckpointError, ConfigError, EnvFailureBudgetExceeded
 from agentkit.records import iterate_trajectories
+from agentkit.results import RunResult
 from agentkit.run_directory import RunDirectory
 from agentkit.trainers import controller
 from agentkit.trainers.models.load import load_policy
@@ -35,12 +36,16 @@ SMALL: dict[str, Any] = {
 
 
 class Watcher:
-    """A view that writes down what it is told, and may act on it."""
+    """A view that records its calls, and may act on them."""
 
     def __init__(self, on_event: Callable[[int | str], None] = lambda event: None) -> None:
         self.metrics: list[dict[str, float]] = []
         self.messages: list[str] = []
         self.on_event = on_event
+
+    def start(self, config: RunConfig) -> None: ...
+
+    def stop(self) -> None: ...
 
     def stage(self, name: str) -> None:
         self.on_event(name)
@@ -63,7 +68,7 @@ def small(directory: Path, **changes: Any) -> RunConfig:
 
 async def go(
     config: RunConfig, *, resume: bool = False, stop_after: int | str | None = None
-) -> tuple[controller.RunSummary, Watcher]:
+) -> tuple[RunResult, Watcher]:
     stop = asyncio.Event()
     watcher = Watcher(lambda event: stop.set() if event == stop_after else None)
     directory = RunDirectory.resume(config.dir, config) if resume else RunDirectory.create(config)
@@ -84,12 +89,12 @@ def training_episodes(directory: Path) -> list[Trajectory]:
 
 
 def evaluation_episodes(directory: Path) -> list[tuple[int, Trajectory]]:
-    """The step of each, and the episode."""
+    """Return the evaluation episodes, each with its step."""
     return [(row.step, played) for row, played in iterate_trajectories(directory / "episodes.sqlite", ending="eval")]
 
 
 def tokens(trajectory: Trajectory) -> tuple[Any, ...]:
-    """All that an episode's record says of tokens, for comparison bit by bit."""
+    """Return all token data of an episode's record, for bitwise comparison."""
     return (
         trajectory.group_id,
         trajectory.member,
@@ -130,7 +135,7 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: P
     assert [line["step"] for line in lines if "policy/loss" in line] == [1, 2]
 
 
-async def test_a_step_without_signal_says_so_and_why(tmp_path: Path) -> None:
+async def test_a_step_without_signal_is_reported_with_the_reason(tmp_path: Path) -> None:
     config = small(tmp_path / "run", steps=2)  # a model that was never trained
     _, watcher = await go(config)
     reason = "no answer was valid"
@@ -220,7 +225,7 @@ async def test_a_stop_in_imitation_keeps_what_was_imitated(tmp_path: Path) -> No
     assert (resumed.steps, resumed.finished, resumed.demonstrated_success) == (2, True, 1.0)
 
 
-async def test_evaluations_are_recorded_once_whatever_is_resumed(tmp_path: Path) -> None:
+async def test_evaluations_are_recorded_once_after_any_resume(tmp_path: Path) -> None:
     config = small(tmp_path / "run", steps=2, evaluation={"episodes": 3, "every": 1}, checkpoint={"every": 1})
     await go(config)
     found = evaluation_episodes(config.dir)
@@ -243,7 +248,7 @@ async def test_evaluations_are_recorded_once_whatever_is_resumed(tmp_path: Path)
 
 
 class Fragile(TextEnv):
-    """One step to success; every third environment that is made breaks."""
+    """One step to success; every third instance breaks."""
 
     instructions = "Say anything."
     max_turns = 1
@@ -261,7 +266,7 @@ class Fragile(TextEnv):
 
 
 class Hopeless(Fragile):
-    """Never comes up."""
+    """An environment that never starts."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         raise RuntimeError("never works")

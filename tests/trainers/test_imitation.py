@@ -1,4 +1,4 @@
-"""What is demonstrated: the expert's episodes, with as much noise as asked for, told exactly as they were played."""
+"""Demonstrations: the expert's episodes with the configured noise, recorded exactly as they were played."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def demonstrate(env: EnvConfig = LAKE, **settings):
 
 
 def replayed(episode):
-    """Whether each observation, reward and the success are what the environment gives for these actions."""
+    """Return whether the environment gives the same observations, rewards and success for these actions."""
     env = make("FrozenLake-v1", split="train")
     observation, info = env.reset(seed=episode.seed)
     for turn in episode.turns:
@@ -73,7 +73,7 @@ class Unlisted(TextEnv):
         yield "yes"
 
 
-def test_noise_without_a_list_of_actions_says_what_to_do():
+def test_noise_without_a_list_of_actions_is_an_error_with_the_remedy():
     register("Unlisted-v0", Unlisted)
     with pytest.raises(ConfigError, match="admissible_actions"):
         demonstrate(EnvConfig(id="Unlisted-v0"), episodes=20, noise=0.9)

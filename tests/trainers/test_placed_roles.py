@@ -1,4 +1,4 @@
-"""The real learner and the real engine do the same in this process, in a spawned one, and over two ranks."""
+"""The real learner and engine give equal results in this process, in a spawned process, and on two ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def same_threads_as_before() -> Any:
 async def outcome(
     directory: Path, *, resume: bool = False, **placement: Any
 ) -> tuple[dict[str, float], Tensors, Tensors]:
-    """Imitate and train a little, saving and loading in between if asked: metrics, weights before, weights after."""
+    """Imitate and train briefly, with an optional save and load; return metrics, weights before and weights after."""
     directory.mkdir()  # noqa: ASYNC240
     config = make_config(**placement)
     kwargs = {"placement": config.learner.placement, "ranks": config.learner.ranks}
@@ -155,7 +155,7 @@ async def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_resuming_changes_nothing_wherever_the_learner_lives(tmp_path: Path) -> None:
+async def test_resuming_changes_nothing_in_any_placement(tmp_path: Path) -> None:
     for check in (check_same_in_a_process, check_two_ranks_equal_one):
         (tmp_path / check.__name__).mkdir()
         await check(tmp_path / check.__name__, resume=True)
@@ -172,7 +172,7 @@ def write_other_weights(path: Path, version: int) -> None:
 
 
 async def play(engine: Any, weights: Path) -> list[Generation]:
-    """Seeded requests of several sessions at once, before and after a change of weights."""
+    """Run seeded requests of several sessions concurrently, before and after a change of weights."""
     results: list[Generation] = []
     prompts = np.random.default_rng(4).integers(0, 300, (12, 20)).astype(np.int32)
     for version in (0, 3):
@@ -206,7 +206,7 @@ async def test_an_engine_generates_the_same_in_a_process(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("placement", ["inline", "process"])
-async def test_an_engine_is_told_the_same_wherever_it_lives(placement: str) -> None:
+async def test_an_engine_behaves_the_same_in_every_placement(placement: str) -> None:
     prompt = np.arange(20, dtype=np.int32)
     async with placed_engine(placement, deterministic=False) as engine:
         # Many more requests than slots.

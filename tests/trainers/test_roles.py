@@ -1,4 +1,4 @@
-"""What the roles of a run are told about its environment."""
+"""Roles of a run use the properties that its environment declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from role_envs import Patient
 from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.errors import EngineUnavailable, LearnerError
-from agentkit.sandboxes.backends.local import LocalBackend
+from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.roles import start_roles
@@ -48,7 +48,7 @@ def batch() -> Batch:
 
 
 async def gradient(tmp_path: Path, **env: Any) -> float:
-    """Norm of the first gradient under ``aggregation: constant``."""
+    """Return the norm of the first gradient under ``aggregation: constant``."""
     config = RunConfig.model_validate(
         {
             "env": env,
@@ -78,7 +78,7 @@ async def test_the_constant_of_an_environment_in_a_sandbox_is_what_it_declares_t
     assert there == pytest.approx(await gradient(tmp_path, id="Patient-v0") / 5, rel=1e-4)
 
 
-def test_a_learner_on_its_own_says_what_it_was_not_told() -> None:
+def test_a_learner_without_a_turn_limit_raises_a_clear_error() -> None:
     config = RunConfig.model_validate(
         {
             "env": {"id": "FrozenLake-v1"},

@@ -1,4 +1,4 @@
-"""Frames between processes: whole, in order, whatever their sizes, and honest about errors."""
+"""Frames between processes arrive complete and in order at any size, and errors keep their type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentkit.errors import EngineError, RoleError
-from agentkit.trainers.transport import HEADER, OUT_OF_BAND, SCRATCH, Kind, Link, decode, decode_error, encode
+from agentkit.trainers.transport import (
+    HEADER,
+    OUT_OF_BAND,
+    SCRATCH,
+    FrameKind,
+    RoleConnection,
+    decode,
+    decode_error,
+    encode,
+)
 from agentkit.trainers.transport import encode_error as encode_remote
 
 SIZES = st.one_of(
@@ -26,7 +35,7 @@ SIZES = st.one_of(
 
 
 async def _exchange(values: list[object], pause_every: int) -> list[tuple[int, int, object]]:
-    """What arrives when ``values`` are sent, in ticks of ``pause_every`` values."""
+    """Send ``values`` in ticks of ``pause_every`` values; return the received ones."""
     left, right = socket.socketpair()
     for sock in (left, right):
         sock.setblocking(False)
@@ -38,16 +47,16 @@ async def _exchange(values: list[object], pause_every: int) -> list[tuple[int, i
         if len(arrived) == len(values):
             complete.set()
 
-    sender = await Link.open(left, lambda *frame: None, lambda: None)
-    receiver = await Link.open(right, on_frame, lost.set)
+    sender = await RoleConnection.open(left, lambda *frame: None, lambda: None)
+    receiver = await RoleConnection.open(right, on_frame, lost.set)
     for i, value in enumerate(values):
-        sender.send(Kind.CALL, i, encode(value))
+        sender.send(FrameKind.CALL, i, encode(value))
         if i % pause_every == pause_every - 1:
             await asyncio.sleep(0)
     await asyncio.wait_for(complete.wait(), 20)
     sender.close()
     await asyncio.wait_for(lost.wait(), 5)
-    sender.send(Kind.CALL, 0, encode(None))  # dropped in silence: the loss was told
+    sender.send(FrameKind.CALL, 0, encode(None))  # dropped in silence: the loss was told
     receiver.close()
     await asyncio.sleep(0)
     return arrived
@@ -59,7 +68,7 @@ def test_frames_of_any_size_arrive_whole_and_in_order(sizes: list[int], pause_ev
     rng = np.random.default_rng(0)
     values = [[rng.integers(0, 256, size, np.uint8) for _ in range(arrays)] for size in sizes]
     arrived = asyncio.run(asyncio.wait_for(_exchange(list(values), pause_every), 30))
-    assert [(kind, call_id) for kind, call_id, _ in arrived] == [(Kind.CALL, i) for i in range(len(values))]
+    assert [(kind, call_id) for kind, call_id, _ in arrived] == [(FrameKind.CALL, i) for i in range(len(values))]
     for sent, (_, _, received) in zip(values, arrived, strict=True):
         assert isinstance(received, list)
         for one, other in zip(sent, received, strict=True):
@@ -110,13 +119,13 @@ def test_an_error_that_does_not_pickle_keeps_type_and_text() -> None:
     assert str(error) == "full"
 
 
-def test_other_errors_become_role_errors_that_tell_everything() -> None:
+def test_other_errors_become_role_errors_with_type_and_traceback() -> None:
     error = _raised(ValueError("what"))
     assert type(error) is RoleError
     assert "the role (pid 1) raised ValueError: what" in str(error)
     assert "Traceback" in str(error)
 
 
-def test_what_does_not_pickle_fails_before_it_is_sent() -> None:
+def test_unpicklable_arguments_fail_before_they_are_sent() -> None:
     with pytest.raises(Exception, match=r"lambda|local"):
         encode(lambda: None)

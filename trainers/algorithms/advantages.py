@@ -1,7 +1,7 @@
-"""Advantage estimators: pure functions over one whole global batch, before it is sharded over ranks.
+"""Advantage estimators: pure functions over the whole global batch, before it is sharded over ranks.
 
-Invariant: only action tokens carry rewards, advantages and returns. What a batch holds at masked positions (rewards,
-values, ids) changes nothing, and group baselines of equal returns are exactly zero, not merely small.
+Invariant: only action tokens carry rewards, advantages and returns. Values at masked positions have no effect, and
+advantages of groups with equal returns are exactly zero.
 
 Shapes: a batch has ``N`` tokens in ``S`` sequences; ``values`` is ``[M, N]``, ``values[m, i]`` being critic ``m``'s
 value of the state *after* token ``i`` (so the state in which token ``t`` was chosen has the value at ``t - 1``).
@@ -30,7 +30,7 @@ WHITEN_EPSILON = 1e-8
 
 
 class Estimate(NamedTuple):
-    """What an estimator returns, all float32 ``[N]`` and zero at masked positions."""
+    """Result of an estimator; all arrays are float32 ``[N]`` and zero at masked positions."""
 
     advantages: FloatArray
     returns: FloatArray
@@ -130,7 +130,7 @@ def reinforce_pp_baseline(batch: Batch, values: FloatArray, config: AlgorithmCon
 def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation over action tokens alone, whitened over the batch.
 
-    Observation tokens are no transitions: from the last token of an action, the next state is the one in which the
+    Observation tokens are not transitions: from the last token of an action, the next state is the one in which the
     next action's first token is chosen. An episode that was cut off ends in the state after its ``final_ids``; any
     other one, also one without ``final_ids``, in a state of value 0. Several critics are averaged.
     """
@@ -141,7 +141,7 @@ def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     rewards, state_values = dense.gather(batch.rewards), dense.gather(np.roll(value, 1))
 
     ends = np.maximum(batch.cu_seqlens[1:] - 1, 0)
-    # np.where rather than a product: what another episode's last position holds may be anything.
+    # np.where instead of a product, because the last position of another episode may contain any value.
     next_value = np.where(batch.bootstraps, value[ends], 0.0)
     advantage = np.zeros(batch.num_sequences)
     advantages = np.zeros_like(rewards)

@@ -1,4 +1,4 @@
-"""How token losses become one number, with denominators that belong to the whole optimiser step.
+"""Aggregation of token losses, with denominators of the whole optimiser step.
 
 Invariant: a denominator counts the action tokens or sequences of all micro-batches on all ranks and is passed in.
 Summing ``aggregate`` over any way of splitting a batch (by whole sequences) gives the same result.

@@ -26,20 +26,20 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a policy loss may look at; every tensor has one shape, ``[n]``."""
+    """Inputs of a policy loss; every tensor has the shape ``[n]``."""
 
     logprobs: Mapping[str, Tensor]
-    """``policy`` (with gradient) and whichever of ``behaviour``, ``proximal``, ``reference`` the loss asks for."""
+    """``policy`` (with gradient), and those of ``behaviour``, ``proximal``, ``reference`` that the loss needs."""
     advantages: Tensor
     policy_weight: Tensor
     entropy: Tensor
-    """Entropy of the policy's distribution at each token; with gradient where an entropy bonus is asked for."""
+    """Entropy of the policy's distribution at each token; with gradient if there is an entropy bonus."""
     entropy_weight: Tensor
     mask: Tensor
     """bool: the token is an action."""
     turn_ids: Tensor
     sequence_ids: Tensor
-    """int64, from 0: which sequence of this micro-batch the token belongs to."""
+    """int64, from 0: the token's sequence in this micro-batch."""
 
 
 class TokenLoss(NamedTuple):
@@ -103,7 +103,7 @@ def policy_objective(inputs: TokenInputs, config: AlgorithmConfig, divisor: floa
 
 
 def sanitise(inputs: TokenInputs) -> TokenInputs:
-    """Replace whatever stands at masked positions by 0, so that not even NaN can reach a gradient."""
+    """Replace values at masked positions by 0, so that NaN cannot reach a gradient."""
 
     def clean(tensor: Tensor) -> Tensor:
         return torch.where(inputs.mask, tensor, torch.zeros_like(tensor))

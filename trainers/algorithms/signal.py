@@ -1,4 +1,4 @@
-"""Which groups teach an estimator something, told from their episodes alone, and why a whole batch teaches nothing.
+"""Learning signal of groups, computed from their episodes, and reasons for a batch without signal.
 
 Invariant: for an estimator whose advantages follow from one group alone, ``carries_signal`` is true exactly if one of
 the group's advantages is not zero (apart from rounding).
@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 def carries_signal(members: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Whether the environment's rewards give this group's tokens an advantage.
+    """Return whether the rewards give this group's tokens a non-zero advantage.
 
     - ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_pp_baseline``: the members' returns differ.
     - ``gigpo``: that, or the discounted returns of two turns that were taken in the same state differ.
@@ -34,7 +34,7 @@ def carries_signal(members: Sequence[Trajectory], algorithm: AlgorithmConfig) ->
 
 
 def missing_signal(members: Sequence[Sequence[Trajectory]], algorithm: AlgorithmConfig) -> str | None:
-    """Why these groups together teach the policy nothing, and what may help, in one sentence; None if they do teach.
+    """Return why these groups carry no signal and a remedy, in one sentence; None if they carry signal.
 
     ``members`` are the episodes of each group of one training step. ``reinforce_pp`` learns nothing when all returns to
     go are equal, and ``gae`` nothing useful when all rewards are 0.

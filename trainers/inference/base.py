@@ -1,4 +1,4 @@
-"""The inference engine's contract: token ids in, token ids with log-probabilities and policy versions out.
+"""The interface of inference engines: token ids in, token ids with log-probabilities and policy versions out.
 
 Invariant: a ``Generation`` is exactly what the engine sampled. Re-scoring ``prompt_ids + ids`` under the weights of the
 recorded versions gives ``logprobs`` to float tolerance, over the full vocabulary at the sampling temperature.
@@ -16,14 +16,14 @@ import numpy as np
 from agentkit.types import FinishReason, FloatArray, IntArray, VersionRuns
 
 PauseMode = Literal["abort", "keep"]
-"""What a pause does to requests in flight. ``abort``: they return at once with ``finish_reason="abort"`` (the rollout
-loop generates the turn again). ``keep``: they stay, and go on after ``resume`` with their cache recomputed under
-whatever weights are then loaded."""
+"""Effect of a pause on requests in flight. ``abort``: they return at once with ``finish_reason="abort"`` (the rollout
+loop generates the turn again). ``keep``: they stay, and continue after ``resume`` with their cache recomputed under the
+weights loaded then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one request. The defaults are those of training: the full distribution at temperature 1."""
+    """Sampling settings of one request. The defaults are those of training: the full distribution at temperature 1."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,7 +36,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Generation ends after the token that completes one of these strings; that token is part of the result."""
     seed: int | None = None
-    """Makes the request's randomness its own: the same seed, prompt and weights give the same tokens."""
+    """Seed of the request: the same seed, prompt and weights give the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,18 @@ class EngineStats:
 
 
 class InferenceEngine(Protocol):
-    """What the rollout loop, the controller and the evaluation ask of an engine. All methods are coroutines."""
+    """An inference engine. All methods are coroutines."""
 
     async def start(self) -> None:
-        """Load the model and begin to serve. Raises ``EngineError`` with the cause and the remedy."""
+        """Load the model and start serving. Raises ``EngineError`` with the cause and the remedy."""
         ...
 
     async def generate(self, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, session: str) -> Generation:
         """Sample a continuation of the whole ``prompt_ids`` (history included).
 
-        ``session`` names the episode, so that an engine can reuse the prefix of its former turns. Cancelling the call
-        frees its slot. Raises ``EngineError`` when the request cannot be served (prompt beyond the context, say).
+        ``session`` names the episode, so an engine can reuse the prefix of its earlier turns. Cancelling the call
+        frees its slot. Raises ``EngineError`` when the request cannot be served (for example, the prompt exceeds the
+        context).
         """
         ...
 
@@ -83,7 +84,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. On return nothing is being computed and no request is admitted until ``resume``."""
+        """Stop sampling. After this returns, nothing is computed and no request is admitted until ``resume``."""
         ...
 
     async def resume(self) -> None: ...
@@ -91,8 +92,8 @@ class InferenceEngine(Protocol):
     async def update_weights(self, path: Path, version: int) -> int:
         """Load the weights file ``path`` (safetensors, names as in the model's state dict) as policy ``version``.
 
-        Call it while paused. Acknowledges by returning the version that is now served; every prefix cache of older
-        weights is gone by then.
+        Call it while paused. Returns the version that is now served, after all prefix caches of older weights are
+        cleared.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The running batch: rows that decode, rows that join, one forward pass for all of them.
+"""The running batch: decoding and joining rows in one forward pass.
 
 Invariant: between two steps the running requests sit in rows ``0 … n-1``; row ``i`` of the cache holds the keys and
 values of all tokens of request ``i`` but the last one, which is fed in the next step. No threads, no clocks here.
@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 from agentkit.trainers.inference.cache import RowCache, Segment, Step
-from agentkit.trainers.inference.request import Request
+from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sampling import Sampler
 from agentkit.trainers.inference.sessions import SessionStore, Stored, common_prefix
 from agentkit.types import FinishReason
 
 _ROW_COST = 300
-"""Attention of one row on its own costs about as much as this many more keys of one row in a common call."""
+"""A separate attention call costs about as much as this many extra keys in the common call."""
 _PASS_TOKENS = 8192
-"""Most prompt tokens in one pass, unless a single prompt is longer: bounds the memory of activations."""
+"""Maximum prompt tokens per pass, except for a single longer prompt; bounds the memory of activations."""
 
 
 @dataclass(slots=True)
-class Counters:
+class BatchCounters:
     generated: int = 0
     prefilled: int = 0
     reused: int = 0
@@ -37,24 +37,24 @@ class Counters:
 class Finished:
     """A request that ended in a step; ``reason`` None: the weights gave non-finite numbers."""
 
-    request: Request
+    request: GenerationRequest
     reason: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Joiner:
-    request: Request
+    request: GenerationRequest
     start: int
-    """Leading tokens whose keys and values the row has already."""
+    """Leading tokens whose keys and values are in the row."""
     suffix: np.ndarray
 
 
 class RunningBatch:
-    """The compute of the engine, one token of every running request at a time."""
+    """The computation of the engine: one token per running request and step."""
 
     def __init__(self, model: Any, cache: RowCache, rows: int, store: SessionStore) -> None:
-        self.rows: list[Request] = []
-        self.counters = Counters()
+        self.rows: list[GenerationRequest] = []
+        self.counters = BatchCounters()
         self._model, self._cache, self._capacity, self._store = model, cache, rows, store
         self._device = cache.keys.device
         self._columns = torch.arange(cache.columns, device=self._device)
@@ -69,10 +69,10 @@ class RunningBatch:
         return self._capacity - len(self.rows)
 
     @torch.inference_mode()
-    def step(self, next_waiting: Callable[[], Request | None]) -> list[Finished]:
-        """Sample one token for every running request, after letting those join that have room; returns who ended.
+    def step(self, next_waiting: Callable[[], GenerationRequest | None]) -> list[Finished]:
+        """Let waiting requests join, then sample one token for every running request; return the finished ones.
 
-        ``next_waiting`` gives the first request in line, or None; it is called while there is room.
+        ``next_waiting`` returns the first waiting request or None; it is called while rows are free.
         """
         joiners = self._join(next_waiting)
         if not self.rows:
@@ -85,7 +85,7 @@ class RunningBatch:
             self._sampler = Sampler([request.sampling for request in self.rows], self._device)
         numbers = [r.numbers[len(r.ids)] if len(r.numbers) else 0.0 for r in self.rows]
         ids, logprobs = self._sampler(logits, torch.tensor(np.asarray(numbers, np.float32), device=self._device))
-        # One copy to the host a step: float64 holds every id and every float32 exactly.
+        # One copy to the host per step: float64 represents every id and every float32 exactly.
         drawn = torch.stack([ids.double(), logprobs.double()]).tolist()
         self.counters.generated += len(self.rows)
         self._ids = ids
@@ -98,8 +98,8 @@ class RunningBatch:
             self._common += 1
         return self._record([int(token) for token in drawn[0]], drawn[1])
 
-    def remove(self, request: Request, *, remember: bool) -> bool:
-        """Take a request out of the batch, if it is there; ``remember`` its keys and values for its session."""
+    def remove(self, request: GenerationRequest, *, remember: bool) -> bool:
+        """Remove a request from the batch, if present; ``remember`` its keys and values for its session."""
         try:
             row = self.rows.index(request)
         except ValueError:
@@ -107,13 +107,13 @@ class RunningBatch:
         self._free(row, remember=remember)
         return True
 
-    def clear(self) -> list[Request]:
-        """Take everybody out, in the order of rows, remembering nothing."""
+    def clear(self) -> list[GenerationRequest]:
+        """Remove all requests, in the order of rows, without remembering their keys and values."""
         rows, self.rows = self.rows, []
         self._changed, self._sampler = True, None
         return rows
 
-    def _join(self, next_waiting: Callable[[], Request | None]) -> list[_Joiner]:
+    def _join(self, next_waiting: Callable[[], GenerationRequest | None]) -> list[_Joiner]:
         joiners: list[_Joiner] = []
         tokens = 0
         while self.room() and tokens < _PASS_TOKENS and (request := next_waiting()) is not None:
@@ -132,7 +132,7 @@ class RunningBatch:
         return joiners
 
     def _rebuild(self, rows: int) -> None:
-        """State of the first ``rows`` rows, which feed their last token, from the requests themselves."""
+        """Return the state of the first ``rows`` rows, which feed their last token."""
         last = [(request.ids or request.prompt)[-1] for request in self.rows[:rows]]
         self._lengths = [request.length for request in self.rows[:rows]]
         self._ids = torch.tensor(last, dtype=torch.int64, device=self._device)
@@ -144,7 +144,7 @@ class RunningBatch:
         self._changed = False
 
     def _forward(self, rows: int, joiners: list[_Joiner]) -> torch.Tensor:
-        """Logits ``[rows + joiners, vocabulary]`` of the next token of everybody."""
+        """Return the logits ``[rows + joiners, vocabulary]`` of all next tokens."""
         segments = self._decode_segments(rows)
         if not joiners:
             return self._cache.run(self._model, self._ids, self._positions, Step(self._places, segments, self._outputs))
@@ -165,7 +165,7 @@ class RunningBatch:
     def _decode_segments(self, rows: int) -> list[Segment]:
         """Attention of the decoding rows: one masked call for all, and one more for each row that is much longer.
 
-        The common call covers only the columns that most need; what it gives for longer rows is overwritten by theirs.
+        The common call covers the columns that most rows need; separate calls overwrite its results for longer rows.
         """
         if rows == 0:
             return []
@@ -195,7 +195,7 @@ class RunningBatch:
         return finished
 
     def _free(self, row: int, *, remember: bool) -> None:
-        """Empty a row; the last row moves into it."""
+        """Empty a row and move the last row into it."""
         request, last = self.rows[row], self.rows.pop()
         held = request.length - 1
         if remember and self._store.fits(held):
@@ -207,7 +207,7 @@ class RunningBatch:
 
 
 def common_length(lengths: list[int]) -> int:
-    """The number of columns for one attention call over all rows that makes it and the extra calls cheapest."""
+    """Return the number of columns of the common attention call that minimises the total cost."""
     longest_first = sorted(lengths, reverse=True)
     cost = [len(lengths) * length + alone * _ROW_COST for alone, length in enumerate(longest_first)]
     return longest_first[cost.index(min(cost))]

@@ -1,11 +1,11 @@
 """Key/value memory of the embedded engine, and attention over it.
 
 Invariant: a forward pass sees a flat list of tokens ``[1, T]`` of many sequences; each token attends to exactly the
-positions of its own row that are not after its own. What else lies in a row (an older tenant, a longer neighbour's
-columns) is never read with a weight other than zero.
+positions of its own row that are not after its own. Other content of a row (an older sequence, columns of a longer row)
+always has weight zero.
 
-One row of the pool holds one running sequence. Everything outside attention is token-wise, so that decoding rows and
-prompts of any length share one pass without padding; attention runs once a ``Segment``.
+One row of the pool holds one running sequence. Everything outside attention is token-wise, so decoding rows and prompts
+of any length share one pass without padding; attention runs once per ``Segment``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 ATTENTION = "agentkit_rows"
-"""Name under which the attention below is known to transformers."""
+"""Name of this attention in transformers."""
 
 _COLUMN_STEP = 16
-"""Row lengths are multiples of this: masked attention kernels want aligned strides."""
+"""Row lengths are multiples of this; masked attention kernels need aligned strides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens that attend in one call: one token of each of many neighbouring rows, or many tokens of one row."""
+    """Tokens of one attention call: one token of each of many adjacent rows, or many tokens of one row."""
 
     first_token: int
     last_token: int
     first_row: int
     last_row: int
     length: int
-    """Leading keys of the rows that are looked at."""
+    """Number of leading keys that are attended to."""
     mask: torch.Tensor | None
     """Added to the scores: ``[rows, 1, 1, length]`` or ``[1, 1, tokens, length]``; None where every key is seen."""
 
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where the tokens of one forward pass go, how they attend, and of which the logits are wanted."""
+    """One forward pass: places of its tokens, their attention, and the tokens whose logits are needed."""
 
     places: torch.Tensor
     """``row * columns + position`` of each token, int64 ``[T]``."""
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """What one token costs in each layer: heads and widths of keys and values."""
+    """Shape of one token in each layer: heads and widths of keys and values."""
 
     layers: int
     key_heads: int
@@ -87,7 +87,7 @@ class RowCache(Cache):
         super().__init__(layers=[])
         self.columns = -(-length // _COLUMN_STEP) * _COLUMN_STEP
         size = (shape.layers, rows, self.columns)
-        # Zeros, not empty memory: a masked key has weight zero, but zero times an arbitrary bit pattern may be NaN.
+        # Zeros, not uninitialised memory: a masked key has weight zero, but zero times an arbitrary value may be NaN.
         self.keys = torch.zeros(*size, shape.key_heads, shape.key_width, dtype=dtype, device=device)
         self.values = torch.zeros(*size, shape.value_heads, shape.value_width, dtype=dtype, device=device)
         self._flat_keys = [layer.flatten(0, 1) for layer in self.keys]
@@ -96,7 +96,7 @@ class RowCache(Cache):
         self._places: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)
 
     def run(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        """Forward ``ids [T]`` at ``positions [T]``; returns float32 logits ``[len(step.outputs), vocabulary]``."""
+        """Forward ``ids [T]`` at ``positions [T]``; return float32 logits ``[len(step.outputs), vocabulary]``."""
         self._places = step.places
         _current.segments = step.segments
         try:
@@ -115,13 +115,13 @@ class RowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values ``[1, heads, T, width]`` to their places; returns the layer's whole pool."""
+        """Write new keys and values ``[1, heads, T, width]`` to their places; return the layer's whole pool."""
         self._flat_keys[layer_idx].index_copy_(0, self._places, key_states[0].transpose(0, 1))
         self._flat_values[layer_idx].index_copy_(0, self._places, value_states[0].transpose(0, 1))
         return self.keys[layer_idx], self.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always given explicitly, nothing is to be derived from a common length."""
+        """Return 0: positions are always given explicitly."""
         return 0
 
     def piece(self, row: int, start: int, end: int, first_token: int) -> Piece:
@@ -134,12 +134,12 @@ class RowCache(Cache):
         return Piece(positions, row * self.columns + positions, segment)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let row ``target`` hold what row ``source`` holds in its first ``length`` columns."""
+        """Copy the first ``length`` columns of row ``source`` to row ``target``."""
         self.keys[:, target, :length] = self.keys[:, source, :length]
         self.values[:, target, :length] = self.values[:, source, :length]
 
     def extract(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the first ``length`` columns of ``row``, ``[layers, length, heads, width]`` each."""
+        """Return a copy of the first ``length`` columns of ``row``, ``[layers, length, heads, width]`` each."""
         return self.keys[:, row, :length].clone(), self.values[:, row, :length].clone()
 
     def insert(self, row: int, stored: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
@@ -148,20 +148,20 @@ class RowCache(Cache):
         self.values[:, row, :length] = stored[1][:, :length]
 
     def wipe(self, row: int) -> None:
-        """Zero a row that met non-finite numbers: a later tenant's masked columns must hold finite ones."""
+        """Zero a row that contains non-finite numbers; masked columns of later sequences must be finite."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 
     def aligned(self, length: int) -> int:
-        """``length`` rounded up to what attention kernels like, within the row."""
+        """Return ``length`` rounded up to the alignment of attention kernels, within the row."""
         return min(-(-length // _COLUMN_STEP) * _COLUMN_STEP, self.columns)
 
 
 _NO_MASK = torch.zeros(1, 1, 1, 1)
-"""A mask in four dimensions is passed through by transformers; the segments carry the real ones."""
+"""Placeholder: transformers passes a mask with four dimensions through; the segments hold the real masks."""
 
 _current = threading.local()
-"""The segments of the forward pass that this thread is in; transformers has no other way to hand them through."""
+"""Segments of this thread's forward pass; transformers has no other way to pass them to attention."""
 
 
 def rows_attention(
@@ -190,8 +190,8 @@ def rows_attention(
         keys = key[segment.first_row : segment.last_row, : segment.length].transpose(1, 2)
         values = value[segment.first_row : segment.last_row, : segment.length].transpose(1, 2)
         asked = query[first:last]
-        # Query heads that share a key head never make it be repeated: among decoding rows they are further queries of
-        # it, within a prompt they are further heads that look at the same memory.
+        # Key heads are not repeated for the query heads that share them: among decoding rows these are further queries,
+        # within a prompt further heads over the same memory.
         if each == 1:
             answer = F.scaled_dot_product_attention(
                 asked.reshape(rows, groups, repeats, width), keys, values, attn_mask=segment.mask, scale=scaling

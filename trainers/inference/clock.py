@@ -1,4 +1,4 @@
-"""How long an engine had something to compute, seen from its front.
+"""Time during which an engine computes.
 
 Invariant: ``busy_s`` grows exactly while at least one request is in flight and the engine is not paused.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class BusyClock:
-    """Counts seconds between ``enter`` and ``leave`` of overlapping requests once, without paused stretches."""
+    """Counts the seconds with at least one request between ``enter`` and ``leave``, without pauses."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -21,7 +21,7 @@ class BusyClock:
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far, those of a stretch that still lasts included."""
+        """Return the seconds so far, including the current period."""
         return self._total + (self._now() - self._since if self._runs else 0.0)
 
     def enter(self) -> None:

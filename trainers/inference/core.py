@@ -1,6 +1,6 @@
-"""What the embedded engine does, one call at a time, on one thread: line up, step, pause, change weights.
+"""The embedded engine without threads: queue, step, pause, change weights.
 
-Invariant: every request that is submitted leaves through ``outbox`` exactly once, with a generation or an error, unless
+Invariant: every submitted request leaves through ``outbox`` exactly once, with a generation or an error, unless
 it is cancelled. No key or value computed under older weights is used after ``update``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode
 from agentkit.trainers.inference.batch import RunningBatch
-from agentkit.trainers.inference.request import Request
+from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sessions import SessionStore
 from agentkit.trainers.inference.weights import load_weights
 from agentkit.types import FinishReason
@@ -33,14 +33,14 @@ class Core:
         *,
         shared: bool,
     ) -> None:
-        """``shared``: somebody else changes the weights of ``model`` in place, ``update`` only takes note.
+        """``shared``: the owner changes the weights of ``model`` in place; ``update`` only records the version.
 
-        ``decoder`` loads the tokenizer when the first request with stop strings comes.
+        ``decoder`` loads the tokenizer for the first request with stop strings.
         """
-        self.outbox: list[tuple[Request, Generation | EngineError]] = []
+        self.outbox: list[tuple[GenerationRequest, Generation | EngineError]] = []
         self.failure: EngineError | None = None
         self._model, self._batch, self._store, self._decoder, self._shared = model, batch, store, decoder, shared
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._paused = False
         self._version = 0
         self._busy_s = 0.0
@@ -49,7 +49,7 @@ class Core:
         return not self._paused and bool(self._batch.rows or self._waiting)
 
     def step(self) -> None:
-        """Sample one token for every running request. An unexpected error fails all requests, now and from then on."""
+        """Sample one token for every running request. An unexpected error fails all current and later requests."""
         begun = time.perf_counter()
         try:
             finished = self._batch.step(lambda: self._waiting.popleft() if self._waiting else None)
@@ -67,7 +67,7 @@ class Core:
             else:
                 self._finish(ended.request, ended.reason)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         if self.failure is not None:
             self.outbox.append((request, self.failure))
             return
@@ -79,8 +79,8 @@ class Core:
                 return
         self._waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
-        """Nobody waits for the request any more: free its place."""
+    def cancel(self, request: GenerationRequest) -> None:
+        """Free the place of a cancelled request."""
         if not self._batch.remove(request, remember=False) and request in self._waiting:
             self._waiting.remove(request)
 
@@ -113,13 +113,13 @@ class Core:
         kept = self._batch.clear()
         for request in kept:
             request.close_run(self._version)
-        # Back to the head of the line, in order: joining again computes their keys under the new weights.
+        # Back to the head of the queue, in order: joining again computes their keys under the new weights.
         self._waiting.extendleft(reversed(kept))
         self._version = version
         return version
 
     def fail(self, error: EngineError) -> None:
-        """Give every request the error, and from now on every call."""
+        """Fail every request, and every later call, with the error."""
         self.failure = self.failure or error
         self.outbox += [(request, self.failure) for request in (*self._batch.clear(), *self._waiting)]
         self._waiting.clear()
@@ -136,7 +136,7 @@ class Core:
             waiting=len(self._waiting),
         )
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: GenerationRequest, reason: FinishReason) -> None:
         self.outbox.append((request, request.result(reason, self._version)))
 
     def _check(self) -> None:

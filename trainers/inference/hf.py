@@ -1,8 +1,8 @@
 """The embedded engine: any transformers causal LM, continuous batching, no service to start.
 
-Invariant: the model is touched by one thread alone, which the engine starts and ends. Callers stay on their event
-loop: a call is a message to the thread, an answer a batch of settled futures after each token. Whatever happens in
-the thread, every pending call is answered.
+Invariant: only one thread uses the model; the engine starts and ends it. Callers stay on their event loop: a call is a
+message to the thread, and futures are resolved in batches after each token. Every pending call is answered, even if the
+thread fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode,
 from agentkit.trainers.inference.batch import RunningBatch
 from agentkit.trainers.inference.cache import KeyValueShape, RowCache
 from agentkit.trainers.inference.core import Core
-from agentkit.trainers.inference.request import Request
+from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sampling import check_sampling, uniforms
 from agentkit.trainers.inference.serving import prepare, vocabulary_size
 from agentkit.trainers.inference.sessions import SessionStore
@@ -35,7 +35,7 @@ _START_TIMEOUT_S = 1800.0
 _CONTROL_TIMEOUT_S = 300.0
 """Pausing waits for one token, updating for one file."""
 _IDLE_BATCHES = 4
-"""Prefix memory of idle sessions, in full batches of full length, unless memory is short."""
+"""Maximum prefix memory of idle sessions, in full batches of full length."""
 
 _Command = tuple[Callable[[Core], Any], "asyncio.Future[Any] | None"]
 
@@ -52,10 +52,10 @@ class HFEngine:
         deterministic: bool = False,
         model_object: Any = None,
     ) -> None:
-        """``seed`` decides the weights of the quickstart model and the randomness of requests without a seed.
+        """``seed`` determines the weights of the quickstart model and the sampling of requests without a seed.
 
-        ``deterministic``: requests are computed one by one and reuse nothing, so that a result depends on prompt,
-        sampling seed and weights alone. ``model_object``: serve this transformers model in place, without a copy;
+        ``deterministic``: requests are computed one by one and reuse nothing, so a result depends only on prompt,
+        sampling seed and weights. ``model_object``: serve this transformers model in place, without a copy;
         its owner changes the weights while the engine is paused, and ``update_weights`` reads no file.
         """
         self._model, self._engine, self._seed = model, engine, seed
@@ -72,7 +72,7 @@ class HFEngine:
 
     async def start(self) -> None:
         if self._thread is not None or self._closed:
-            raise EngineError("the engine was started before; make a new one")
+            raise EngineError("the engine has already been started; make a new one")
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -90,7 +90,7 @@ class HFEngine:
         limit = min(sampling.max_tokens, self._engine.max_context - len(prompt))
         self._requests += 1
         seed = (self._seed, self._requests) if sampling.seed is None else sampling.seed
-        request = Request(
+        request = GenerationRequest(
             session=session,
             prompt=prompt,
             sampling=sampling,
@@ -107,7 +107,7 @@ class HFEngine:
             raise
 
     async def abort(self, session: str) -> None:
-        """Returns at once; a later call for the session comes after it."""
+        """Return at once; later calls for the session are handled after it."""
         self._running()
         self._inbox.put((lambda core: core.abort(session), None))
 
@@ -164,7 +164,7 @@ class HFEngine:
         except asyncio.TimeoutError:
             raise EngineError(f"the engine did not answer {what} within {timeout:.0f} s") from None
 
-    # Below: the compute thread.
+    # The compute thread
 
     def _serve(self) -> None:
         answers: list[tuple[asyncio.Future[Any], Any]] = []
@@ -189,7 +189,7 @@ class HFEngine:
             self._settle([(self._ended, None)])
 
     def _obey(self, core: Core, answers: list[tuple[asyncio.Future[Any], Any]]) -> bool:
-        """Carry out the commands that came; wait for one when there is nothing to compute. False: stop."""
+        """Carry out pending commands; wait for one if there is nothing to compute. Return False to stop."""
         block = not core.has_work() and not core.outbox and not answers
         while True:
             try:
@@ -226,7 +226,7 @@ class HFEngine:
         try:
             self._loop.call_soon_threadsafe(_set_results, settled)
         except RuntimeError:
-            return  # The loop is closed: nobody is left to be told.
+            return  # The event loop is closed, so no caller waits.
 
     def _load(self) -> Core:
         if self._engine.threads is not None:
@@ -246,7 +246,7 @@ class HFEngine:
         return Core(model, batch, store, self._decoder, shared=self._given is not None)
 
     def _idle_budget(self, shape: KeyValueShape, model: Any) -> int:
-        """Tokens of idle sessions to remember: a few batches' worth, within a quarter of the memory that is free."""
+        """Return the budget of idle sessions in tokens: a few batches, within a quarter of the free memory."""
         on_gpu = model.device.type == "cuda"
         free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
         affordable = free // 4 // (shape.numbers_per_token * model.dtype.itemsize)

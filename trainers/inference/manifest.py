@@ -1,7 +1,7 @@
-"""What a weights file holds, whether it fits the served model, and how it is cut into buckets.
+"""Content of a weights file: check it against the served model and divide it into buckets.
 
-Invariant: all of this reads headers alone, so that a missing, broken, incomplete or mislabelled file is refused before
-a single weight of a serving model has changed.
+Invariant: only headers are read, so a missing, broken, incomplete or mislabelled file is refused before any weight of a
+serving model changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from agentkit.errors import EngineError
 
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Sizes of the types that weights come in; every other type of the format takes one byte or less."""
+"""Sizes of weight types; all other types of the format take one byte or less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Manifest:
     tensors: tuple[Tensor, ...]
 
     def check_fits(self, served: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ``EngineError`` unless the file holds every tensor of ``served`` (name → shape) in its shape.
+        """Raise ``EngineError`` unless the file contains every tensor of ``served`` (name → shape) in its shape.
 
-        More is fine: a state dict names tied weights twice, a checkpoint once.
+        Extra tensors are allowed: a state dict names tied weights twice, a checkpoint once.
         """
         shapes = {tensor.name: tensor.shape for tensor in self.tensors}
         if missing := sorted(served.keys() - shapes.keys()):
@@ -65,27 +65,27 @@ class Manifest:
 
 
 def read_manifest(path: Path, version: int) -> Manifest:
-    """Read the header of the safetensors file ``path``, which is to be served as policy ``version``.
+    """Read the header of the safetensors file ``path``, which will be served as policy ``version``.
 
-    Raises ``EngineError`` when it cannot be read, holds nothing, or says that it is another version.
+    Raises ``EngineError`` if it cannot be read, has no tensors, or has another version.
     """
     try:
         tensors, metadata = _header(path)
     except (OSError, SafetensorError) as error:
         raise EngineError(
             f"weights of version {version} cannot be read from {path} ({error}): publish a complete safetensors file, "
-            "on a file system that the engine sees, before it is told to load it"
+            "on a file system that the engine can read, before the update"
         ) from error
     if not tensors:
         raise EngineError(f"the weights file {path} of version {version} holds no tensors")
     claimed = metadata.get("version")
     if claimed is not None and claimed != str(version):
-        raise EngineError(f"the weights file {path} says that it is version {claimed}, not {version}")
+        raise EngineError(f"the weights file {path} has version {claimed}, not {version}")
     return Manifest(Path(path), tuple(tensors))
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor of a model directory's safetensors files; empty when none can be read."""
+    """Return name → shape of all tensors in a model directory's safetensors files; empty if none can be read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         try:
@@ -98,7 +98,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def _header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
     tensors = []
     with safe_open(path, framework="np") as file:
-        for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
+        for name in file.keys():  # noqa: SIM118 (the handle is not a mapping)
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
             tensors.append(Tensor(name, shape, prod(shape) * _DTYPE_BYTES.get(part.get_dtype(), 1)))

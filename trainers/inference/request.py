@@ -1,6 +1,6 @@
-"""One request on its way through the embedded engine, and when it ends.
+"""One request of the embedded engine, and its end.
 
-Invariant: ``ids``, ``logprobs`` and the version record grow together, one entry a sampled token, and never shrink.
+Invariant: ``ids``, ``logprobs`` and the version record grow together, one entry per sampled token, and never shrink.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _SLACK = 8
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A prompt, how to go on from it, and what was sampled so far."""
+class GenerationRequest:
+    """A prompt, its sampling settings, and the tokens sampled so far."""
 
     session: str
     prompt: IntArray
     sampling: Sampling
     limit: int
-    """Most tokens to sample: the request's budget or what the context leaves, whichever is less."""
+    """Maximum tokens to sample: the smaller of the request's budget and the rest of the context."""
     numbers: FloatArray
-    """Uniform numbers, one a token; empty for greedy decoding."""
+    """Uniform numbers, one per token; empty for greedy decoding."""
     future: asyncio.Future[Generation]
     decode: Callable[[Sequence[int]], str] | None = None
-    """Turns ids into text; given when there are stop strings."""
+    """Converts ids to text; set if there are stop strings."""
     stop_ids: frozenset[int] = frozenset()
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Request:
         return len(self.prompt) + len(self.ids)
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
-        """Append a sampled token; says why the request is over, if it is."""
+        """Append a sampled token; return the finish reason, or None if the request continues."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids or (self.decode is not None and self._stop_string_ends_here()):
@@ -63,7 +63,7 @@ class Request:
             self._recorded = len(self.ids)
 
     def result(self, reason: FinishReason, version: int) -> Generation:
-        """The generation as it stands; ``version`` made the tokens that are not recorded yet."""
+        """Return the generation so far; ``version`` made the tokens that have no recorded version yet."""
         self.close_run(version)
         return Generation(
             ids=np.asarray(self.ids, np.int32),

@@ -1,7 +1,7 @@
-"""Sampling of one token for many requests at once, each with its own settings and its own randomness.
+"""Sampling of one token for many requests at once, each with separate settings and random numbers.
 
-Invariant: the token of a request is a function of its logits, its settings and its own uniform number alone; the
-recorded log-probability is that of the full vocabulary at the sampling temperature, whatever top-p or top-k cut off.
+Invariant: the token of a request depends only on its logits, settings and uniform number; the recorded log-probability
+is that of the full vocabulary at the sampling temperature, before top-p and top-k.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BELOW_ONE = np.float32(1 - 2**-22)
 
 
 def uniforms(seed: int | Sequence[int], count: int) -> FloatArray:
-    """The first ``count`` uniform numbers in ``[0, 1)`` of a request, float32; the k-th decides its k-th token."""
+    """Return ``count`` uniform numbers in ``[0, 1)``, float32; the k-th determines the request's k-th token."""
     return np.random.default_rng(seed).random(count, dtype=np.float32) * _BELOW_ONE
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises ``EngineError`` for a setting out of its range."""
+    """Raise ``EngineError`` for a setting outside its range."""
     problems = [
         (sampling.max_tokens < 1, f"max_tokens={sampling.max_tokens} must be at least 1"),
         (not 0 <= sampling.temperature < float("inf"), f"temperature={sampling.temperature} must be at least 0"),
@@ -40,7 +40,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 class Sampler:
-    """The settings of the rows of a batch as tensors; made anew only when the batch changes its members."""
+    """Settings of the rows of a batch as tensors; rebuilt only when the batch changes."""
 
     def __init__(self, settings: Sequence[Sampling], device: torch.device) -> None:
         def column(values: list[float] | list[int] | list[bool], needed: bool) -> torch.Tensor | None:
@@ -53,7 +53,8 @@ class Sampler:
         self._top_k = column([s.top_k for s in settings], any(s.top_k > 0 for s in settings))
 
     def __call__(self, logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From float32 ``logits [n, vocabulary]`` and uniform ``numbers [n]``: ids int64 ``[n]``, log-probs ``[n]``."""
+        """Sample from float32 ``logits [n, vocabulary]`` and uniform ``numbers [n]``: ids int64 ``[n]``, log-probs
+        ``[n]``."""
         if self._temperature is not None:
             logits = logits / self._temperature
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -62,7 +63,7 @@ class Sampler:
             kept = truncate(kept, self._top_p, self._top_k)
         distribution = kept.cumsum(-1)
         ids = torch.searchsorted(distribution, numbers[:, None] * distribution[:, -1:], right=True)
-        # Only non-finite logits leave the range; they are noticed by their log-probability.
+        # Only non-finite logits leave the range; their log-probability reveals them.
         ids = ids.clamp_(max=logits.shape[-1] - 1)
         if self._greedy is not None:
             ids = torch.where(self._greedy, logprobs.argmax(-1, keepdim=True), ids)
@@ -74,7 +75,7 @@ def truncate(
 ) -> torch.Tensor:
     """Zero what top-k and then top-p (nucleus) drop; ``[n, vocabulary]``, settings ``[n, 1]``, not renormalised.
 
-    The nucleus is the smallest set of most probable tokens whose share of what top-k kept reaches ``top_p``.
+    The nucleus is the smallest set of most probable tokens whose share of the top-k mass reaches ``top_p``.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:

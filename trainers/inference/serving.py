@@ -1,7 +1,7 @@
-"""Making a transformers model servable by the embedded engine, and proving that it is.
+"""Preparation of a transformers model for the embedded engine, with a check of its results.
 
-Invariant: a model that passes ``prepare`` gives, token by token through the row cache, the logits of its own plain
-forward pass. Whatever cannot is refused with an ``EngineError`` before any request is taken.
+Invariant: a model that passes ``prepare`` gives, token by token through the row cache, the logits of its plain forward
+pass. Other models are refused with an ``EngineError`` before any request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
 
 
 def prepare(model: Any, max_context: int) -> tuple[Any, KeyValueShape]:
-    """A view of ``model`` that attends through ``RowCache``, and the shape of its keys and values.
+    """Return a view of ``model`` that attends through ``RowCache``, and the shape of its keys and values.
 
     The view shares the parameters in place: training or loading ``model`` changes what it computes. Raises
     ``EngineError`` for a model that cannot be served token by token with per-row positions.
@@ -51,12 +51,12 @@ def prepare(model: Any, max_context: int) -> tuple[Any, KeyValueShape]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many ids the model embeds, padding included; more than the tokenizer's where the embedding is padded."""
+    """Return the number of ids that the model embeds, including padding."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def _view(module: Any, config: Any) -> Any:
-    """A copy of the module tree in evaluation mode that shares every parameter and buffer, with its own ``config``."""
+    """Return a copy of the module tree in evaluation mode that shares all parameters and buffers but not ``config``."""
     view = copy.copy(module)
     view.__dict__["_modules"] = {
         name: None if child is None else _view(child, config) for name, child in module._modules.items()
@@ -75,7 +75,7 @@ def _own_attention(config: Any) -> Any:
 
 @torch.no_grad()
 def _key_value_shape(model: Any, max_context: int) -> KeyValueShape:
-    """What the model itself caches. Refuses anything but one key and one value a token in every layer."""
+    """Return the shape of the model's cache. Refuses all but one key and one value per token in every layer."""
     name = type(model).__name__
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
@@ -105,7 +105,8 @@ def _key_value_shape(model: Any, max_context: int) -> KeyValueShape:
 
 @torch.no_grad()
 def _probe(model: Any, view: Any, shape: KeyValueShape) -> float:
-    """Largest difference of log-probabilities between one plain pass a sequence and a row cache fed in pieces."""
+    """Return the largest difference of log-probabilities between a plain pass per sequence and a row cache fed in
+    pieces."""
     device, vocabulary = model.device, vocabulary_size(model)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocabulary, (length,), generator=generator).to(device) for length in _PROBE_LENGTHS]
@@ -120,7 +121,7 @@ def _probe(model: Any, view: Any, shape: KeyValueShape) -> float:
 
 
 def _feed(cache: RowCache, view: Any, sequences: list[Any], starts: list[int], ends: list[int]) -> torch.Tensor:
-    """Feed ``sequences[row][start:end]`` to every row in one pass; returns the logits of each row's last token."""
+    """Feed ``sequences[row][start:end]`` to every row in one pass; return the logits of each row's last token."""
     pieces: list[Piece] = []
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         pieces.append(cache.piece(row, start, end, pieces[-1].segment.last_token if pieces else 0))

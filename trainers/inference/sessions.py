@@ -1,7 +1,7 @@
-"""Keys and values of sessions that wait for their environment.
+"""Prefix store: keys and values of sessions that wait for their environment.
 
-Invariant: whatever is stored was computed under the weights that are loaded now (``clear`` on every change), and the
-store never holds more tokens than its budget; the session that was used longest ago goes first.
+Invariant: stored values were computed under the current weights (``clear`` on every change), and the store never
+exceeds its budget of tokens; the least recently used session is evicted first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Stored:
 
 
 class SessionStore:
-    """Least-recently-used memory of prefixes, one a session."""
+    """Least-recently-used cache of prefixes, one per session."""
 
     def __init__(self, budget: int) -> None:
-        """``budget``: most tokens held over all sessions; 0 stores nothing."""
+        """``budget``: maximum tokens over all sessions; 0 stores nothing."""
         self._budget = budget
         self._tokens = 0
         self._sessions: OrderedDict[str, Stored] = OrderedDict()
@@ -39,11 +39,11 @@ class SessionStore:
         return self._tokens
 
     def fits(self, tokens: int) -> bool:
-        """Whether a prefix of so many tokens may be stored at all."""
+        """Return whether a prefix of this many tokens can be stored."""
         return tokens <= self._budget
 
     def put(self, session: str, stored: Stored) -> None:
-        """Remember the prefix of ``session`` instead of any older one."""
+        """Store the prefix of ``session`` and replace an older one."""
         self.forget(session)
         self._sessions[session] = stored
         self._tokens += len(stored.ids)
@@ -52,7 +52,7 @@ class SessionStore:
             self._tokens -= len(oldest.ids)
 
     def take(self, session: str) -> Stored | None:
-        """Remove and return what is stored of ``session``."""
+        """Remove and return the stored prefix of ``session``."""
         stored = self._sessions.pop(session, None)
         if stored is not None:
             self._tokens -= len(stored.ids)
@@ -67,7 +67,7 @@ class SessionStore:
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many leading ids are equal."""
+    """Return the number of equal leading ids."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

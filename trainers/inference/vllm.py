@@ -1,8 +1,9 @@
-"""The vLLM engine: the same promises as the embedded one, kept with vLLM's own scheduler, cache and weight transfer.
+"""The vLLM engine: the same interface as the embedded engine, with vLLM's scheduler, cache and weight transfer.
 
-Invariant: what this class returns is what vLLM's sampler drew. Every token's version is the label that vLLM attached
+Invariant: this class returns exactly the tokens that vLLM's sampler drew. Every token's version is the label that vLLM
+attached
 to the step which sampled it; labels change only while generation is paused, and the KV cache is emptied with them. An
-engine whose weights are in doubt (a failed update) serves nothing any more.
+engine with uncertain weights (a failed update) refuses all further requests.
 """
 
 # pyright: reportMissingImports=false
@@ -52,12 +53,12 @@ class _Request:
 
 
 class VLLMEngine:
-    """An ``InferenceEngine`` over vLLM's ``AsyncLLM``. See ``agentkit.trainers.inference.base`` for its promises.
+    """An ``InferenceEngine`` over vLLM's ``AsyncLLM``. See ``agentkit.trainers.inference.base`` for the interface.
 
-    The scheduler and the model live in processes of vLLM's; this object is their front and needs a running event loop.
+    The scheduler and the model run in processes of vLLM; this object controls them and needs a running event loop.
     Greedy and truncated sampling (``top_p``, ``top_k``) report log-probs over the full vocabulary all the same.
-    ``deterministic``: one request at a time and no prefix reuse, so that a result depends on its own prompt, seed and
-    the weights alone.
+    ``deterministic``: one request at a time and no prefix reuse, so a result depends only on its prompt, its seed and
+    the weights.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, *, seed: int, deterministic: bool = False) -> None:
@@ -96,7 +97,7 @@ class VLLMEngine:
             self._on_cpu = self._llm.vllm_config.device_config.device_type == "cpu"
             self._unusable = None
         except BaseException as error:
-            # The thread cannot be interrupted: whatever it still starts is stopped as soon as it is there.
+            # The thread cannot be interrupted: an engine that it still starts is stopped at once.
             starting.add_done_callback(_shut_down_late)
             await asyncio.to_thread(self._remove_built)
             if isinstance(error, asyncio.TimeoutError):
@@ -126,7 +127,7 @@ class VLLMEngine:
             await asyncio.to_thread(_shut_down, llm)
 
     def _model_path(self) -> str:
-        """Where vLLM finds the model: a directory, or a name that it looks up itself."""
+        """Return the model for vLLM: a directory, or a name that vLLM resolves."""
         from agentkit.trainers.models import build_quickstart, model_directory
 
         if self._model.path == "quickstart":
@@ -183,7 +184,7 @@ class VLLMEngine:
         return generation
 
     async def abort(self, session: str) -> None:
-        # vLLM forgets a request that it does not know yet without a word, so the wish is repeated until it is gone.
+        # vLLM ignores the abort of a request that it has not received yet, so the abort is repeated until it has ended.
         # Blocks of a prefix cache have no owner in vLLM: the least recently used ones go first, and all with an update.
         for request in tuple(self._active.get(session, ())):
             for _ in range(int(ABORT_TIMEOUT / 0.1)):
@@ -197,7 +198,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM did not abort the request of session {session!r} in {ABORT_TIMEOUT:.0f} s")
 
     def _request(self, prompt: list[int], sampling: Sampling) -> tuple[Any, Any]:
-        """vLLM's form of a request. Raises ``EngineError`` for one that cannot be served."""
+        """Return vLLM's sampling parameters. Raises ``EngineError`` for a request that cannot be served."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -240,7 +241,7 @@ class VLLMEngine:
                 detokenize=bool(sampling.stop_strings),
                 skip_special_tokens=False,
                 spaces_between_special_tokens=False,
-                logprobs=0,  # of the sampled token alone
+                logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -291,7 +292,7 @@ class VLLMEngine:
 
     async def stats(self) -> EngineStats:
         llm = self._serving()
-        # vLLM's front keeps what unfinished requests have so far; nothing is counted token by token for this.
+        # vLLM's front end keeps the tokens of unfinished requests, so they need not be counted here.
         unfinished = sum(
             state.detokenizer.num_output_tokens() for state in llm.output_processor.request_states.values()
         )
@@ -313,7 +314,7 @@ class VLLMEngine:
         return self._llm
 
     def _why(self, error: Exception) -> str:
-        """The words for a call that failed; a dead engine is marked as such."""
+        """Return the message for a failed call; mark a dead engine as unusable."""
         if type(error).__name__ == "EngineDeadError" and not self._closed:
             self._unusable = "its process died (vLLM's own messages tell why)"
         if self._closed or self._unusable:
@@ -321,7 +322,7 @@ class VLLMEngine:
         return f"vLLM failed ({_last_line(error.__cause__ or error)})"
 
     async def _control(self, call: Any) -> Any:
-        """Await one of vLLM's control calls, with a limit and with our errors."""
+        """Await a control call of vLLM with a timeout; convert its errors to ``EngineError``."""
         try:
             return await asyncio.wait_for(call, CONTROL_TIMEOUT)
         except asyncio.TimeoutError as error:
@@ -333,7 +334,7 @@ class VLLMEngine:
 
 
 def _generation(output: Any, session: str) -> Generation:
-    """Our record of vLLM's ``CompletionOutput``. Raises ``EngineError`` when the two cannot agree."""
+    """Convert vLLM's ``CompletionOutput``. Raises ``EngineError`` if it is inconsistent."""
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(output.logprobs.logprobs if len(ids) else [], dtype=np.float32)
     spans = output.weight_versions or []
@@ -380,7 +381,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _shut_down(llm: Any) -> None:
-    """End vLLM's processes, gently and then not; returns when none is left."""
+    """Terminate vLLM's processes, then kill them; return when all have ended."""
     started = _processes(llm)
     with contextlib.suppress(Exception):
         llm.shutdown(timeout=CLOSE_TIMEOUT)
@@ -393,13 +394,13 @@ def _shut_down(llm: Any) -> None:
 
 
 def _shut_down_late(starting: asyncio.Future) -> None:
-    """Stop an engine that came up after nobody waited for it any more; the interpreter's exit waits for this."""
+    """Stop an engine that started after its start was given up; the interpreter's exit waits for this."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_shut_down, args=(starting.result(),)).start()
 
 
 def _processes(llm: Any) -> list[psutil.Process]:
-    """The engine's processes and theirs, as vLLM's client knows them."""
+    """Return the engine's processes and their children, as known to vLLM's client."""
     manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
     found: list[psutil.Process] = []
     for process in getattr(manager, "processes", []):

@@ -1,4 +1,4 @@
-"""No process of vLLM's outlives the one that asked for it, even when that is killed and can stop nothing itself.
+"""End vLLM's processes when their owner ends, even if it was killed with SIGKILL.
 
 vLLM's engine process does not notice the death of its owner. Its workers import this module's caller; a thread in each
 looks once a second whether the engine process is still the owner's child, and ends the engine when it is not.
@@ -23,9 +23,9 @@ GRACE_S = 10.0
 
 
 def guard(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
-    """Start watching, where this is a process of an engine that was started by ``launch``; None elsewhere.
+    """Start watching in a process of an engine that ``launch`` started; return None elsewhere.
 
-    Processes that vLLM did not start through ``multiprocessing`` (Ray's) are left to whoever did.
+    Processes that vLLM did not start through ``multiprocessing`` (Ray's) are not watched.
     """
     owner = int(environment.get(OWNER, "0"))
     parent = multiprocessing.parent_process()
@@ -53,7 +53,7 @@ def _parent(process: int) -> int | None:
 
 
 def end(process: int) -> None:
-    """Terminate a process, so that it can clean up; kill it when it does not end in time."""
+    """Terminate a process; kill it if it does not end in time."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(process)
         found.terminate()

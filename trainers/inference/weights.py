@@ -1,6 +1,6 @@
-"""Loading a published weights file into a model that is being served.
+"""Load a published weights file into a served model.
 
-Invariant: all or nothing. Names and shapes are compared before the first number is written.
+Invariant: an update is atomic; names and shapes are checked before any weight is written.
 """
 
 from __future__ import annotations

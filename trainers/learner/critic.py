@@ -1,4 +1,4 @@
-"""A critic as the learner trains it: a value model of its own, its optimiser, and its step.
+"""A critic: a separate value model, its optimiser, and its step.
 
 Invariant: the critic's loss is a token mean over all ranks of the whole step, like the policy's; its targets are the
 estimator's returns and never depend on the values that it is about to learn.
@@ -20,7 +20,7 @@ from agentkit.trainers.algorithms.losses import value_loss
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out
 from agentkit.trainers.learner.optimizer import apply_step, build_optimizer, to_cpu
-from agentkit.trainers.learner.policy import Policy
+from agentkit.trainers.learner.policy import PolicyModel
 from agentkit.trainers.learner.ranks import Ranks
 from agentkit.trainers.models.load import load_policy
 from agentkit.types import FloatArray
@@ -47,7 +47,7 @@ class ValueModel(nn.Module):
 class Critic:
     """One value model with its optimiser. Starts from ``config.path``, or from the policy as it is now."""
 
-    def __init__(self, config: CriticConfig, learner: LearnerConfig, policy: Policy, seed: int):
+    def __init__(self, config: CriticConfig, learner: LearnerConfig, policy: PolicyModel, seed: int):
         self.config, self.learner = config, learner
         if config.path is None:
             causal_lm = policy.plain_copy()
@@ -97,11 +97,11 @@ class Critic:
         return {"loss": mean, "grad_norm": norm}
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``restore`` needs, on the CPU."""
+        """Return the state for ``restore``, on the CPU."""
         return {"model": to_cpu(self.model.state_dict()), "optimizer": to_cpu(self.optimizer.state_dict())}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises ``LearnerError`` for the state of another model."""
+        """Restore ``state``. Raises ``LearnerError`` for the state of another model."""
         try:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:

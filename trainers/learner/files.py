@@ -1,4 +1,4 @@
-"""What a learner writes and reads: published weights, exports, and its part of a checkpoint.
+"""Files of a learner: published weights, exports, and its part of a checkpoint.
 
 Invariant: a file appears under its name only when it is complete and on the disk (temporary name, fsync, rename).
 """
@@ -16,52 +16,48 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentkit.atomic_file import replacing
 from agentkit.errors import CheckpointError, RunDirectoryError
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever way a library says that ``path`` cannot be written becomes ``RunDirectoryError``."""
+    """Convert the errors of libraries that cannot write ``path`` to ``RunDirectoryError``."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save says RuntimeError of a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
         raise RunDirectoryError(
             f"{path} cannot be written ({error}): make room, then continue from the last checkpoint with --resume"
         ) from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then move it there.
 
-    Raises ``RunDirectoryError`` when it cannot be written; what stood at ``path`` stays.
+    Raises ``RunDirectoryError`` when it cannot be written; ``path`` then stays unchanged.
     """
-    # Always the same name, and one writer of a path: what a kill leaves behind is overwritten by the next write.
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
             write(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_weights(path: Path, state: dict[str, Tensor], version: int) -> None:
     """A safetensors file with the policy's version in its metadata."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     metadata = {"format": "pt", "version": str(version)}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+    _replace(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """A nested dict of tensors and plain values."""
-    write_atomically(path, lambda temporary: torch.save(state, temporary))
+    _replace(path, lambda temporary: torch.save(state, temporary))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What ``write_state`` wrote. Raises ``CheckpointError``; never runs code from the file."""
+    """Read a file of ``write_state``. Raises ``CheckpointError``; never runs code from the file."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or was made with fewer learner ranks")
     try:

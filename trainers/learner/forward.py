@@ -1,7 +1,7 @@
 """The policy's forward pass: log-probabilities and entropies of the action tokens of one micro-batch.
 
-Invariant: log-probabilities are those of the full vocabulary at the rollout temperature, in float32, so that the same
-weights give what the engine recorded. Logits exist for action tokens only, and never for many at once.
+Invariant: log-probabilities are those of the full vocabulary at the rollout temperature, in float32, so the same
+weights give the values that the engine recorded. Logits are computed for action tokens only, in chunks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from agentkit.trainers.learner.microbatches import Layout
-from agentkit.trainers.learner.policy import Policy
+from agentkit.trainers.learner.policy import PolicyModel
 
 MAX_LOGITS = 2**26
-"""Most logits held at once (256 MiB in float32); with more, chunks are recomputed in the backward pass."""
+"""Maximum logits held at once (256 MiB in float32); with more, chunks are recomputed in the backward pass."""
 
 
 def action_logprobs(
-    policy: Policy, layout: Layout, temperature: float, *, entropy_gradient: bool = False
+    policy: PolicyModel, layout: Layout, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each action token and the entropy of the distribution that it was chosen from.
+    """Return the log-probability of each action token and the entropy of its distribution.
 
     Both float32 ``[n]``; the entropy has a gradient only if ``entropy_gradient``.
     """

@@ -1,6 +1,6 @@
-"""Which sequences are computed together, and by which rank.
+"""Assignment of sequences to micro-batches and ranks.
 
-Invariant: a plan depends on lengths alone, so that every rank computes the same one by itself. Each sequence is in
+Invariant: a plan depends only on lengths, so every rank computes the same plan. Each sequence is in
 exactly one micro-batch that counts, whole; all ranks have equally many micro-batches (those short of one repeat a
 sequence with weight zero), because a collective that one rank skips hangs the others.
 """
@@ -26,15 +26,15 @@ class MicroBatch:
 
     sequences: Indices
     filler: bool = False
-    """Computed only to keep ranks in step: its tokens have weight zero."""
+    """A filler keeps the ranks in step; its tokens have weight zero."""
 
 
 def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
     """Deal ``sequences`` to ranks and cut each rank's share into micro-batches.
 
     ``lengths``: tokens of every sequence of the batch, ``[S]``; ``sequences``: indices of those to compute. A
-    micro-batch holds at most ``max_tokens`` tokens, padding included, or a single longer sequence. Sequences are
-    sorted by length, so that there is little padding, and each goes to the rank that has the least work so far.
+    micro-batch holds at most ``max_tokens`` tokens, padding included, or a single longer sequence. Sequences are sorted
+    by length, which reduces padding, and each goes to the rank with the least work so far.
     """
     if not len(sequences):
         return [[] for _ in range(ranks)]

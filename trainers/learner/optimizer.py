@@ -1,7 +1,7 @@
-"""The optimisers, and the one step that may change weights.
+"""Optimisers, and the only function that changes weights.
 
-Invariant: weights change only after the loss and the gradient of the whole step, over all ranks, were seen to be
-finite; otherwise ``LearnerError`` is raised on every rank alike and they stay as they were.
+Invariant: weights change only after the loss and the gradient of the whole step, over all ranks, are known to be
+finite; otherwise ``LearnerError`` is raised on every rank and the weights stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class MuonAdamW:
     """Muon for the matrices of the linear layers inside the model, AdamW for the rest, stepping as one optimiser.
 
     Muon (Jordan et al. 2024) applies the orthogonalised momentum of a matrix; scaled to AdamW's size of update (Liu et
-    al., Moonlight, arXiv:2502.16982, eq. 4), so that one learning rate serves both. Embeddings, heads and vectors are
-    no maps between hidden states and stay with AdamW.
+    al., Moonlight, arXiv:2502.16982, eq. 4), so that one learning rate serves both. Embeddings, heads and vectors do
+    not map between hidden states and use AdamW.
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], config: LearnerConfig) -> None:
         muon = getattr(torch.optim, "Muon", None)
         if muon is None:
             raise LearnerError(
-                f"learner.optimizer=muon needs torch 2.9 or newer and this is {torch.__version__}: use adamw"
+                f"learner.optimizer=muon needs torch 2.9 or newer, but this is {torch.__version__}: use adamw"
             )
         self.parts: list[torch.optim.Optimizer] = [
             muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
@@ -63,7 +63,7 @@ Optimizer = AdamW | MuonAdamW
 
 
 def build_optimizer(model: nn.Module, config: LearnerConfig) -> Optimizer:
-    """The configured optimiser of the model's trainable parameters. The learning rate is set at each step."""
+    """Return the configured optimiser of the model's trainable parameters. The learning rate is set at each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     inside = _hidden_matrices(model) if config.optimizer == "muon" else set()
     matrices = [p for p in parameters if id(p) in inside]
@@ -73,7 +73,7 @@ def build_optimizer(model: nn.Module, config: LearnerConfig) -> Optimizer:
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """Ids of the weights of the linear layers between the embeddings and the output, adapters included."""
+    """Return the ids of the weights of the linear layers between the embeddings and the output, adapters included."""
     modules = list(model.modules())
     linear = (m.weight for m in modules if isinstance(m, (nn.Linear, Conv1D)))
     inside = {id(weight) for weight in linear if weight.ndim == 2 and min(weight.shape) > 1}
@@ -87,7 +87,7 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
 
 
 def _adamw(parameters: list[nn.Parameter], config: LearnerConfig) -> AdamW:
-    """AdamW whose weight decay spares vectors (norms, biases)."""
+    """AdamW without weight decay for vectors (norms, biases)."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -106,7 +106,7 @@ def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise LearnerError(
-            f"the {what} loss is {loss} and its gradient's norm {norm}; the step was not applied. Lower the learning "
+            f"the {what} loss is {loss} and its gradient norm is {norm}; the step was not applied. Lower the learning "
             "rate, tighten the clips, or look for extreme rewards among the last episodes"
         )
     for group in optimizer.param_groups:
@@ -117,7 +117,7 @@ def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float
 
 
 def to_cpu(state: object) -> object:
-    """A copy of a (nested) state dict with all tensors on the CPU."""
+    """Return a copy of a (nested) state dict with all tensors on the CPU."""
     if isinstance(state, torch.Tensor):
         return state.detach().cpu().clone()
     if isinstance(state, dict):

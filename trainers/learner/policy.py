@@ -1,7 +1,7 @@
-"""The policy as the learner holds it: weights that are trained, adapters or all, and what is derived from them.
+"""The policy in the learner: its trainable weights (adapters or all), and exports of them.
 
-Invariant: whatever leaves the learner (published weights, exports, copies) is a plain causal language model with the
-names of its own state dict; adapters are merged into a copy and never into the weights that are trained on.
+Invariant: published weights, exports and copies are plain causal language models with the names of the state dict;
+adapters are merged into a copy, never into the trained weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ADAPTER = "default"
 Snapshot = dict[str, Tensor]
 
 
-class Policy:
+class PolicyModel:
     """A causal language model with its trainable parameters.
 
-    Fully trained weights are float32 whatever ``config.dtype`` says (small updates vanish in bfloat16): that type is
-    what they are computed and published in. Under LoRA the frozen weights have ``config.dtype``, the adapters float32.
+    Fully trained weights are float32 for every ``config.dtype`` (small updates vanish in bfloat16); they are computed
+    and published in that type. Under LoRA the frozen weights have ``config.dtype``, the adapters float32.
     """
 
     def __init__(self, config: ModelConfig, seed: int):
@@ -67,7 +67,8 @@ class Policy:
 
     @contextmanager
     def swapped(self, other: Snapshot) -> Iterator[None]:
-        """Compute with the weights of ``other`` for a while (the reference policy); swaps pointers, copies nothing."""
+        """Compute with the weights of ``other`` (the reference policy) inside this context; swaps pointers without
+        copying."""
         self._swap(other)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Data-parallel ranks over torch.distributed: sums, and nothing else.
+"""Data-parallel ranks over torch.distributed.
 
 Invariant: gradients and metrics are *summed* over ranks, because every loss already has the denominators of the whole
 step. With one rank no process group exists and a sum is the identity.
@@ -23,7 +23,7 @@ BUCKET = 2**24
 
 
 class Ranks:
-    """This rank's place among the others. Raises ``LearnerError`` when they do not find each other."""
+    """This rank in the process group. Raises ``LearnerError`` if the ranks do not meet."""
 
     def __init__(self, rank: int, size: int, init_method: str | None, device: torch.device):
         self.rank, self.size, self.device = rank, size, device

@@ -1,4 +1,4 @@
-"""The course of a learning rate. Invariant: pure arithmetic, of use where torch is not loaded."""
+"""Learning-rate schedules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 def schedule_factor(step: int, schedule: Literal["constant", "linear", "cosine"], warmup: int, total: int) -> float:
-    """Share of the peak learning rate for optimiser step ``step`` (from 0) of ``total``.
+    """Return the share of the peak learning rate for optimiser step ``step`` (from 0) of ``total``.
 
     Linear from ``1 / warmup`` to 1 over ``warmup`` steps; then constant, or down to 0 just after the last step, along
     a line or half a cosine.

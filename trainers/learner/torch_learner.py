@@ -1,8 +1,8 @@
-"""The learner role: an asynchronous face over ``Training``, with a thread for the maths and files for what leaves it.
+"""The learner role: an asynchronous interface to ``Training``, with a compute thread and files for published weights.
 
-Invariant: all computation happens in one thread of the learner's own, one call after another, so that an inline
-learner never blocks the event loop and no two calls ever touch the weights at once. Under several ranks every method
-is called on every rank; only rank 0 writes what is common.
+Invariant: all computation happens in one separate thread, one call at a time, so an inline learner never blocks the
+event loop and no two calls use the weights at once. With several ranks every method is called on every rank; only rank
+0 writes common files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Learner:
     async def imitate(self, batch: Batch, lr: float) -> dict[str, float]:
         """One optimiser step of behaviour cloning: mean negative log-likelihood of the batch's action tokens.
 
-        Rewards and recorded log-probabilities are not looked at. Raises ``LearnerError`` on a non-finite loss.
+        Rewards and recorded log-probabilities are ignored. Raises ``LearnerError`` on a non-finite loss.
         """
         return await self._compute(lambda: self._ready.imitate(batch, lr))
 
@@ -68,15 +68,15 @@ class Learner:
         await self._compute(lambda: self._export(Path(directory)))
 
     async def save(self, directory: Path) -> None:
-        """Write everything that an exact continuation needs into ``directory``."""
+        """Write the complete state for an exact continuation into ``directory``."""
         await self._compute(lambda: self._save(Path(directory)))
 
     async def load(self, directory: Path) -> None:
-        """Continue from what ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or does not fit."""
+        """Restore a state that ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or does not fit."""
         await self._compute(lambda: self._load(Path(directory)))
 
     async def close(self) -> None:
-        """Leave the ranks and stop the thread, after the call that it is in, if any. Idempotent."""
+        """Leave the ranks and stop the thread after its current call. Idempotent."""
         if self._closed:
             return
         if self._training is not None:

@@ -1,7 +1,7 @@
-"""What a learner computes: batches become weights. No thread, no file, no event loop.
+"""The computation of a learner, without threads, files and event loops.
 
-Invariant: the result of a step depends on the batch and on the state alone; not on how many micro-batches or ranks
-compute it (up to the order of float additions). Every rank is given the whole batch, makes the same plan and computes
+Invariant: the result of a step depends only on the batch and the state, not on the number of micro-batches or ranks (up
+to the order of float additions). Every rank is given the whole batch, makes the same plan and computes
 its own share; advantages are estimated over the whole batch by every rank alike.
 """
 
@@ -25,7 +25,7 @@ from agentkit.trainers.learner.critic import Critic, explained_variance
 from agentkit.trainers.learner.forward import action_logprobs
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, plan
 from agentkit.trainers.learner.optimizer import Optimizer, apply_step, build_optimizer, to_cpu
-from agentkit.trainers.learner.policy import Policy, Snapshot
+from agentkit.trainers.learner.policy import PolicyModel, Snapshot
 from agentkit.trainers.learner.ranks import Ranks
 from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.types import FloatArray
@@ -40,7 +40,7 @@ class Training:
     def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None):
         self.config = config
         torch.manual_seed(config.seed)
-        self.policy = Policy(_rank_device(config.model, rank, world_size), config.seed)
+        self.policy = PolicyModel(_rank_device(config.model, rank, world_size), config.seed)
         self.ranks = Ranks(rank, world_size, init_method, self.policy.device)
         torch.manual_seed(config.seed + rank)
         self.optimizer = build_optimizer(self.policy.module, config.learner)
@@ -92,7 +92,7 @@ class Training:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``restore`` needs for an exact continuation, except random number generators."""
+        """Return the state for an exact continuation, except random number generators."""
         return {
             "policy": to_cpu(self.policy.snapshot()),
             "optimizer": to_cpu(self.optimizer.state_dict()),
@@ -104,7 +104,7 @@ class Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises ``LearnerError`` when it is of another model."""
+        """Restore ``state``. Raises ``LearnerError`` if it is of another model."""
         self.policy.restore(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.imitation = None
@@ -124,7 +124,7 @@ class Training:
         self.ranks.close()
 
     def _begin(self) -> None:
-        """Reinforcement learning begins: the policy as it is now is the reference, and what a critic starts from."""
+        """Start reinforcement learning: the current policy becomes the reference and the start of critics."""
         config = self.config
         self.imitation = None
         if config.algorithm.kl != "none":
@@ -144,7 +144,8 @@ class Training:
         return (lay_out(batch, micro, self.policy.device) for micro in self._plan(batch, sequences))
 
     def _minibatches(self, batch: Batch, sequences: np.ndarray, step: int) -> Iterator[np.ndarray]:
-        """Sequences of each optimiser step: whole groups, in an order that the seed, the step and the epoch decide."""
+        """Return the sequences of each optimiser step: whole groups, in an order that depends on seed, step and
+        epoch."""
         learner = self.config.learner
         groups = np.unique(batch.group_ids)
         for epoch in range(learner.epochs):
@@ -153,7 +154,7 @@ class Training:
                 yield sequences[np.isin(batch.group_ids[sequences], chosen)]
 
     def _columns(self, batch: Batch, sequences: np.ndarray) -> tuple[Columns, dict[str, float]]:
-        """Score the batch where the algorithm asks for it, and estimate advantages over the whole of it."""
+        """Score the batch where the algorithm needs it, and estimate advantages over the whole batch."""
         algorithm, columns = self.config.algorithm, {}
         behaviour = np.where(batch.mask, batch.logprobs, 0).astype(np.float32)
         columns["behaviour"] = behaviour
@@ -244,7 +245,7 @@ class Training:
 
 
 def _rank_device(model: ModelConfig, rank: int, world_size: int) -> ModelConfig:
-    """Give each of several ranks a GPU of its own, where there are GPUs."""
+    """Assign each of several ranks a separate GPU, if there are GPUs."""
     if world_size > 1 and model.device in ("auto", "cuda") and torch.cuda.is_available():
         return model.model_copy(update={"device": f"cuda:{rank % torch.cuda.device_count()}"})
     return model
@@ -254,7 +255,7 @@ def _trainable_sequences(batch: Batch) -> np.ndarray:
     """Indices of the sequences that have an action token. Raises ``LearnerError`` when none has."""
     sequences = np.flatnonzero(batch.action_counts)
     if not len(sequences):
-        raise LearnerError("the batch holds no action token: no episode got as far as an answer")
+        raise LearnerError("the batch has no action token: no episode reached an answer")
     return sequences
 
 

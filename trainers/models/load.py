@@ -1,6 +1,6 @@
-"""Loading a policy or a tokenizer from wherever ``model.path`` points.
+"""Loading of a policy or a tokenizer from ``model.path``.
 
-Invariant: every failure to load is one ``ConfigError`` that names the path and says what to do; nothing is downloaded
+Invariant: every failure to load is one ``ConfigError`` that names the path and the remedy; nothing is downloaded
 when the path is ``quickstart`` or a directory.
 """
 
@@ -48,13 +48,13 @@ def load_policy(model: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is a GPU where there is one. Raises ``ConfigError`` for a device that this machine lacks."""
+    """Return the device; ``auto`` is a GPU if there is one. Raises ``ConfigError`` for a missing device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"model.device={name!r} is no torch device: use auto, cpu or cuda:N") from error
+        raise ConfigError(f"model.device={name!r} is not a torch device: use auto, cpu or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"model.device={name!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs: set "

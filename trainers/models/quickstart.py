@@ -19,7 +19,7 @@ VOCABULARY_SIZE = 896
 CONTEXT = 2048
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<answer>", "</answer>", "<think>", "</think>")
-"""One id each wherever they stand, but plain text: decoding keeps them."""
+"""Plain-text tags with one id each; decoding keeps them."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -27,14 +27,14 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
-"""ChatML, with no default system message: what is rendered is what was given, turn after turn."""
+"""ChatML without a default system message."""
 
 _WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 """Words, single digits, runs of signs (each with the space before it) and single white-space characters."""
 
 
 def quickstart_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 896 ids: any text goes in, and decoding gives it back unchanged."""
+    """Return a byte-level BPE tokenizer of 896 ids; decoding is the exact inverse for any text."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()),
         eos_token=TURN_END,
@@ -49,8 +49,8 @@ def quickstart_tokenizer() -> PreTrainedTokenizerFast:
 def quickstart_config(vocabulary_size: int = VOCABULARY_SIZE) -> Qwen3Config:
     """The architecture: 3 layers of width 96, 4 query and 2 key/value heads, tied embeddings (0.42 M parameters).
 
-    Small enough to be trained on a laptop in minutes, deep enough to plan a few moves ahead; head size 32 is the least
-    that vLLM's CPU attention takes.
+    Small enough to be trained on a laptop in minutes, deep enough to plan a few moves ahead; head size 32 is the
+    minimum of vLLM's CPU attention.
     """
     ids = Tokenizer.from_str(_trained()).token_to_id
     return Qwen3Config(

@@ -1,7 +1,7 @@
-"""One episode against a chat endpoint: messages instead of tokens, for measuring alone.
+"""Episodes with a chat endpoint: messages instead of tokens, for evaluation only.
 
-Invariant: the environment's side of an episode (what an answer does, what it costs, when it ends) is the same as in
-training. The tokens are the server's: the record holds texts, no ids and no log-probs, and cannot be trained on.
+Invariant: the environment's part of an episode (effect and cost of an answer, end) is the same as in training. The
+record holds texts without ids and log-probs, and cannot be trained on.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.types import Message, Trajectory, Turn
 
 _MAX_SEED = 2**31
-"""Servers differ in how many bits of a seed they take."""
+"""Servers differ in the accepted size of a seed."""
 
 
 class ChatPlayer:
-    """Plays episodes with an endpoint; holds nothing of any one of them."""
+    """Plays episodes with an endpoint; keeps no state between episodes."""
 
     def __init__(self, endpoint: ChatEndpoint, parser: ActionParser, rules: EpisodeRules) -> None:
         self.endpoint = endpoint
@@ -31,7 +31,7 @@ class ChatPlayer:
         self._system = Message("system", system_message(rules.source.instructions, parser))
 
     async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
-        """Play one episode in ``env`` and write it into ``trajectory`` as it goes.
+        """Play one episode in ``env`` and record it in ``trajectory``.
 
         Raises ``EnvError`` (the episode is void), ``EngineError``, or ``ConfigError`` if not even the first
         observation fits into the endpoint's context.

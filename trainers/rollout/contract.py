@@ -1,7 +1,7 @@
-"""What an environment may return, checked at the moment it returns it; runs on both sides of a process boundary.
+"""Call environments and validate their results, on either side of a process boundary.
 
-Invariant: whatever passes is made of plain, finite values; whatever does not is an ``EnvError`` that names the call.
-Imports neither torch nor any environment, since every environment's process loads it.
+Invariant: a validated result has plain, finite values; an invalid one raises an ``EnvError`` that names the call.
+Imports neither torch nor any environment, because every worker process loads this module.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _MOST_METRICS = 64
 
 
 class TurnResult(NamedTuple):
-    """What the actions of one turn led to."""
+    """The result of the actions of one turn."""
 
     observation: str
-    """After the last action that was taken."""
+    """Observation after the last action."""
     reward: float
     """Sum over the actions."""
     terminated: bool
     truncated: bool
     success: bool
     valid: bool
-    """All of the actions exist."""
+    """Whether all actions exist."""
     metrics: Mapping[str, float] = {}
-    """What the environment counts of its episode (``info["metrics"]``), as of the last action."""
+    """``info["metrics"]`` after the last action."""
 
 
 def run_reset(env: Any, seed: int) -> str:
-    """Reset ``env``; returns the first observation. Raises ``EnvCrashed`` or ``EnvContractError``."""
+    """Reset ``env`` and return the first observation. Raises ``EnvCrashed`` or ``EnvContractError``."""
     try:
         result = env.reset(seed=seed)
     except EnvError:
@@ -46,7 +46,7 @@ def run_reset(env: Any, seed: int) -> str:
 
 
 def run_actions(env: Any, actions: Sequence[str]) -> TurnResult:
-    """Take ``actions`` one after the other until one ends the episode or does not exist.
+    """Take ``actions`` in order until one ends the episode or does not exist.
 
     Raises ``EnvCrashed`` or ``EnvContractError``.
     """
@@ -67,7 +67,7 @@ def run_actions(env: Any, actions: Sequence[str]) -> TurnResult:
 
 
 async def run_actions_async(env: Any, actions: Sequence[str]) -> TurnResult:
-    """``run_actions`` for an environment whose ``step`` is a coroutine."""
+    """As ``run_actions``, for an environment whose ``step`` is a coroutine."""
     total = 0.0
     result = None
     for action in actions:
@@ -85,14 +85,14 @@ async def run_actions_async(env: Any, actions: Sequence[str]) -> TurnResult:
 
 
 def summed(last: TurnResult | None, total: float) -> TurnResult:
-    """The result of a turn from that of its last action and the rewards of all."""
+    """Return the result of a turn from its last action and the sum of rewards."""
     if last is None:
         raise ValueError("a turn takes at least one action")
     return last if last.reward == total else last._replace(reward=total)
 
 
 def check_reset(result: Any) -> str:
-    """The observation in what ``reset`` returned. Raises ``EnvContractError``."""
+    """Return the observation from the result of ``reset``. Raises ``EnvContractError``."""
     if type(result) is not tuple or len(result) != 2:
         raise EnvContractError(f"reset returned {_short(result)} instead of (observation, info)")
     observation, info = result
@@ -104,7 +104,7 @@ def check_reset(result: Any) -> str:
 
 
 def check_step(result: Any) -> TurnResult:
-    """What ``step`` returned, as plain values. Raises ``EnvContractError``."""
+    """Return the result of ``step`` as plain values. Raises ``EnvContractError``."""
     if type(result) is not tuple or len(result) != 5:
         raise EnvContractError(
             f"step returned {_short(result)} instead of (observation, reward, terminated, truncated, info)"
@@ -137,17 +137,19 @@ def _flag(name: str, value: Any) -> bool:
 
 def _metrics(value: Any) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MOST_METRICS:
-        raise EnvContractError(f"step returned info['metrics'] = {_short(value)}, no dict of {_MOST_METRICS} at most")
+        raise EnvContractError(
+            f"step returned info['metrics'] = {_short(value)}, which is not a dict of at most {_MOST_METRICS}"
+        )
     for name, number in value.items():
         if not isinstance(name, str) or not isinstance(number, (float, int, Real)) or not math.isfinite(number):
             raise EnvContractError(
-                f"step returned info['metrics'][{_short(name)}] = {_short(number)}, no finite number"
+                f"step returned info['metrics'][{_short(name)}] = {_short(number)}, which is not a finite number"
             )
     return {name: float(number) for name, number in value.items()}
 
 
 def crashed(call: str, error: BaseException) -> EnvCrashed:
-    """The typed form of whatever an environment raised, with the line that raised it."""
+    """Return an ``EnvCrashed`` for an exception of an environment, with the line that raised it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""What a training step's rollout amounted to, as metrics.
+"""Rollout metrics of a training step.
 
 Invariant: every episode that started is counted under exactly one ending; voided ones enter no mean.
 """
@@ -13,15 +13,15 @@ from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.types import Group, Trajectory
 
 ZERO_SIGNAL = "zero_signal"
-"""Why a group is refilled that teaches the estimator nothing."""
+"""Reason of groups that are refilled because they carry no signal."""
 
 
 TASK = "task/"
-"""What the names of an environment's own metrics begin with."""
+"""Prefix of the names of an environment's metrics."""
 
 
 def task_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each of the environments' own metrics, over the episodes that have it."""
+    """Return the mean of each environment metric over the episodes that have it."""
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
@@ -45,7 +45,7 @@ class RolloutCounters:
         self._without_signal: list[Trajectory] = []
 
     def ended(self, trajectory: Trajectory, ending: str, reason: str) -> None:
-        """An episode ended otherwise than by being trained on."""
+        """Count an episode that ended without being trained on."""
         self._endings[ending] += 1
         self._lengths[ending] += trajectory.num_action_tokens
         if reason:
@@ -54,14 +54,15 @@ class RolloutCounters:
             self._without_signal.append(trajectory)
 
     def trained(self, group: Group, staleness: int) -> None:
-        """A group was consumed, ``staleness`` versions after it began."""
+        """Count a group that was consumed ``staleness`` versions after it started."""
         self._groups.append((group, staleness))
 
     def snapshot(self) -> dict[str, float]:
-        """The metrics since the last snapshot.
+        """Return the metrics since the last snapshot.
 
-        The means are over the episodes that were trained on and those that were refilled for want of a signal: without
-        the latter, a policy that always succeeds (or always fails) on most tasks would seem to succeed half the time.
+        Means include episodes that were trained on and episodes that were refilled because they carry no signal.
+        Without the latter, a policy that always succeeds (or fails) on most tasks would appear to succeed half the
+        time.
         """
         metrics = {
             "env/failures": float(self.failures),

@@ -1,4 +1,4 @@
-"""One episode: observation, answer, action, and so on, recorded token by token.
+"""One episode: observations, answers and actions, recorded token by token.
 
 Invariant: the engine is always given exactly the concatenation of what was recorded before (``prompt_ids`` and
 ``action_ids``, turn after turn, then this turn's prompt), so that the record is what the engine saw and produced.
@@ -25,28 +25,28 @@ from agentkit.types import IntArray, Trajectory, Turn
 
 _NOTHING: IntArray = np.empty(0, np.int32)
 _MAX_ABORTS = 100
-"""Regenerations of one turn, after which the engine is held to be broken."""
+"""Regenerations of one turn before the engine counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """What is the same for all episodes of a run."""
+    """Settings that all episodes of a run share."""
 
     source: EnvSource
     max_tokens: int
-    """Most tokens of one answer."""
+    """Maximum tokens of one answer."""
     max_context: int
-    """Tokens of the longest sequence that the engine serves."""
+    """Maximum tokens of a sequence in the engine."""
     temperature: float
     format_penalty: float
     seed: int
-    """The run's seed, from which every request's sampling seed follows."""
+    """The run's seed; the sampling seeds of all requests follow from it."""
     stream: int = 0
-    """Tells uses apart (training 0, evaluation 1), so that they share neither sessions nor random numbers."""
+    """Use of the episodes (training 0, evaluation 1); uses share neither sessions nor random numbers."""
 
     @classmethod
     def of(cls, config: RunConfig, source: EnvSource) -> EpisodeRules:
-        """Those of a run's training episodes."""
+        """Return the rules of a run's training episodes."""
         return cls(
             source=source,
             max_tokens=config.rollout.max_tokens,
@@ -58,22 +58,22 @@ class EpisodeRules:
 
 
 def system_message(instructions: str, parser: ActionParser) -> str:
-    """The rules of the environment and how to answer: the system message of every episode."""
+    """The system message of every episode: the rules of the environment and the answer format."""
     return f"{instructions.strip()}\n\n{parser.instructions}" if instructions.strip() else parser.instructions
 
 
 def invalid_answer_message(observation: str, parser: ActionParser) -> str:
-    """What the model sees after an answer without a valid format: the environment has not moved."""
+    """The message after an answer with an invalid format; the environment has not been stepped."""
     return f"Your answer had no valid format. {parser.instructions}\n{observation}"
 
 
 class Acted(NamedTuple):
-    """Where an answer has led."""
+    """Result of an answer."""
 
     observation: str
-    """What the environment said last."""
+    """The environment's last observation."""
     shown: str
-    """What the model sees next: that, or what was wrong with its answer."""
+    """Next message to the model: the observation, or the error in its answer."""
     terminated: bool
     truncated: bool
 
@@ -81,10 +81,9 @@ class Acted(NamedTuple):
 async def act(
     env: EnvHandle, trajectory: Trajectory, turn: Turn, observation: str, parser: ActionParser, format_penalty: float
 ) -> Acted:
-    """Carry out the answer of ``turn``; its reward, validity and time, and the success, are written down.
+    """Carry out the answer of ``turn``; record its reward, validity and time, and the success.
 
-    ``observation`` is what the environment said last, which stands when the answer names no action. Raises
-    ``EnvError``.
+    ``observation`` is the last observation; it stays valid if the answer names no action. Raises ``EnvError``.
     """
     terminated = truncated = False
     if turn.actions:
@@ -102,7 +101,7 @@ async def act(
 
 
 class TokenBuffer:
-    """A growing int32 sequence. Views that were handed out stay as they were."""
+    """A growing int32 sequence. Earlier views stay unchanged."""
 
     __slots__ = ("_data", "size")
 
@@ -124,16 +123,16 @@ class TokenBuffer:
 
 
 def turn_seeds(run_seed: int, key: tuple[int, ...], turns: int) -> list[int]:
-    """One sampling seed a turn, 63 bits each: a request's randomness depends on what it is, not on when it comes.
+    """Return one 63-bit sampling seed per turn. It depends on the request, not on the order of requests.
 
-    ``key`` names the episode. More turns give the same seeds and further ones.
+    ``key`` names the episode. With more turns, the first seeds stay the same.
     """
     sequence = np.random.SeedSequence(run_seed, spawn_key=key)
     return (sequence.generate_state(turns, np.uint64) >> np.uint64(1)).tolist()
 
 
 class Player:
-    """Plays episodes; holds nothing of any one of them."""
+    """Plays episodes; keeps no state between episodes."""
 
     def __init__(
         self, engine: InferenceEngine, renderer: ChatRenderer, parser: ActionParser, rules: EpisodeRules
@@ -145,9 +144,9 @@ class Player:
         self._system = system_message(rules.source.instructions, parser)
 
     async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
-        """Play one episode in ``env`` and write it into ``trajectory`` as it goes.
+        """Play one episode in ``env`` and record it in ``trajectory``.
 
-        Raises ``EnvError`` (the episode is void; what was played so far stays recorded), ``EngineError``, or
+        Raises ``EnvError`` (the episode is void; its turns stay recorded), ``EngineError``, or
         ``ConfigError`` if not even the first prompt fits into the context.
         """
         rules, tokens, begun = self.rules, TokenBuffer(), time.perf_counter()
@@ -192,7 +191,7 @@ class Player:
     async def _answer(
         self, trajectory: Trajectory, tokens: TokenBuffer, max_tokens: int, seed: int, session: str
     ) -> Turn:
-        """One answer to ``tokens``, which it is appended to; its prompt and its outcome are not known here."""
+        """Generate one answer to ``tokens`` and append it; the caller fills in prompt and outcome."""
         sampling = Sampling(max_tokens, temperature=self.rules.temperature, stop_ids=self.renderer.stop_ids, seed=seed)
         start = time.perf_counter()
         generation = await self._generate(trajectory, tokens.view(), sampling, session)
@@ -215,7 +214,7 @@ class Player:
     async def _generate(
         self, trajectory: Trajectory, prompt_ids: IntArray, sampling: Sampling, session: str
     ) -> Generation:
-        """An answer that was not interrupted: generated again as often as a weight update cuts it off."""
+        """Generate an answer; repeat as long as weight updates interrupt it."""
         for _ in range(_MAX_ABORTS):
             generation = await self.engine.generate(prompt_ids, sampling, session=session)
             if generation.finish_reason != "abort":
@@ -223,10 +222,10 @@ class Player:
                     raise EngineError(f"the engine gave an empty answer (finish_reason={generation.finish_reason!r})")
                 return generation
             trajectory.metrics["aborted_turns"] = trajectory.metrics.get("aborted_turns", 0.0) + 1
-        raise EngineError(f"the engine aborted one turn {_MAX_ABORTS} times: it does not come out of its pause")
+        raise EngineError(f"the engine aborted one turn {_MAX_ABORTS} times and does not resume")
 
     def _outgrown(self, trajectory: Trajectory, prompt: IntArray) -> None:
-        """End before ``prompt``, which leaves no room for an answer: a critic has no state to bootstrap on here."""
+        """End before ``prompt``, which leaves no room for an answer; a critic has no state to bootstrap on."""
         if not trajectory.turns:
             raise ConfigError(
                 f"the first prompt of {trajectory.env_id} (seed {trajectory.seed}) has {len(prompt)} tokens, which "

@@ -1,6 +1,6 @@
-"""Play episodes to measure a policy, apart from training.
+"""Evaluation of a policy on episodes outside training.
 
-Invariant: success rate and means are over episodes whose environment worked; the others are counted beside them. Every
+Invariant: success rate and means cover episodes whose environment worked; the others are counted separately. Every
 episode that ends is reported once.
 """
 
@@ -10,12 +10,13 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from agentkit import progress
 from agentkit.config import RunConfig, attempts
 from agentkit.errors import EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
 from agentkit.openai import ChatEndpoint
+from agentkit.results import EvalResult
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.chat import ChatPlayer
 from agentkit.trainers.rollout.counters import task_metrics
@@ -31,28 +32,7 @@ _EVALUATION_STREAM = 1
 
 OnEpisode = Callable[[Trajectory, str], None]
 """Called for every episode that ends, with the kind of the error if its environment failed. ``group_id`` is the index
-of its seed; a failed one may be followed by another attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """What ``evaluate`` measured."""
-
-    success: float
-    return_mean: float
-    turns_mean: float
-    episodes: int
-    """Episodes that the means are over."""
-    failures: int
-    """Episodes without a result, because their environment failed however often it was tried."""
-    policy_crashes: int
-    """Episodes that failed because their sandbox crashed twice under code of the policy, unexplained."""
-    voided: Mapping[str, int]
-    """Tries that were voided, by the class of the error; those that another try made good included."""
-    trajectories: tuple[Trajectory, ...]
-    """All of them in the order of ``seeds``, voided ones included."""
-    metrics: Mapping[str, float]
-    """Means of the environment's own metrics (``task/…``)."""
+of its seed; another attempt may follow a failure."""
 
 
 async def evaluate(
@@ -66,12 +46,12 @@ async def evaluate(
     concurrency: int | None = None,
     on_episode: OnEpisode = lambda trajectory, reason: None,
 ) -> EvalResult:
-    """One episode of ``config.env`` for each of ``seeds``; ``temperature`` 0 is greedy.
+    """Play one episode of ``config.env`` for each of ``seeds``; ``temperature`` 0 is greedy.
 
-    At most ``concurrency`` at a time; by default twice what the engine computes at once, so that it never waits for
+    At most ``concurrency`` episodes run at a time; by default twice the engine's batch, so it never waits for
     environments. Failed environments are retried as in training.
 
-    Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and what the engine raises.
+    Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and the errors of the engine.
     """
     player = Player(engine, renderer, parser, _rules(config, temperature))
     return await _play_all(player, seeds, concurrency or 2 * config.engine.max_batch, attempts(config), on_episode)
@@ -159,7 +139,7 @@ async def _one(
             raise
         else:
             pool.release(env)
-            if versions := trajectory.turns[0].versions:  # an endpoint's are unknown
+            if versions := trajectory.turns[0].versions:  # unknown for an endpoint
                 trajectory.version_started = versions[0][0]
             on_episode(trajectory, "")
             return trajectory
@@ -186,7 +166,7 @@ def _result(trajectories: Sequence[Trajectory], voided: Mapping[str, int]) -> Ev
 
 
 def evaluation_metrics(result: EvalResult) -> dict[str, float]:
-    """What is recorded of an evaluation besides its episodes (``eval/…``)."""
+    """Return the metrics of an evaluation (``eval/…``)."""
     return {
         "eval/success": result.success,
         "eval/return_mean": result.return_mean,

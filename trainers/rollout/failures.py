@@ -1,9 +1,9 @@
-"""What follows from environments that fail: another try, the policy's failure, or the end of the run.
+"""Consequences of failing environments: another attempt, the policy's failure, or the end of the run.
 
-Invariant: an unexplained crash costs one more try, independent of the retries, and then counts against the policy. It
-enters no failure budget, for a policy must not be able to stop its run. Should so many environments fail that training
-on the rest would be training on a biased rest, the run stops; only on a share of *recent* episodes, those still running
-counted as sound: environments that fail at once finish before all others, and must not look like the majority for that.
+Invariant: an unexplained crash is retried once, independently of the retries, and then counts as the policy's failure.
+It does not count towards the failure budget, because a policy must not be able to stop its run. The run stops if so
+many environments fail that the remaining episodes would be a biased sample. The share is that of *recent* episodes, and
+running episodes count as successful, because environments that fail at once finish before all others.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from agentkit.errors import EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
 from agentkit.types import Trajectory
 
 _MIN_FAILURES = 20
-"""Fewer are bad luck."""
+"""Fewer failures never stop a run."""
 
 
 class Attempts:
-    """Counts the tries of one episode: ``most`` with failing environments, and one more after an unexplained crash."""
+    """Counts the attempts of one episode: ``most`` with failing environments, and one more after an unexplained
+    crash."""
 
     def __init__(self, most: int) -> None:
         self._left = most
         self._crashed = False
 
     def again(self, error: EnvError) -> bool:
-        """Note a try that failed. Whether there is another."""
+        """Record a failed attempt; return whether another one follows."""
         if isinstance(error, UnexplainedCrash) and not self._crashed:
             self._crashed = True
             return True
@@ -33,7 +34,7 @@ class Attempts:
         return self._left > 0
 
     def blame(self, error: EnvError, trajectory: Trajectory) -> bool:
-        """Whether this failure is the policy's: the second unexplained crash of an episode, after an answer of it."""
+        """Return whether the policy is responsible: the second unexplained crash of an episode, after an answer."""
         return self._crashed and isinstance(error, UnexplainedCrash) and bool(trajectory.turns)
 
 
@@ -59,7 +60,7 @@ class FailureBudget:
         self._failures = 0
 
     def record(self, error: EnvError | None, *, running: int) -> None:
-        """Note an episode that ended, with its environment's error if it failed; ``running``: those still under way.
+        """Record an episode that ended, with the error of its environment, if any; ``running``: episodes still running.
 
         Raises ``EnvFailureBudgetExceeded`` with counts and an example of each kind.
         """

@@ -1,8 +1,8 @@
-"""Python's cyclic garbage collector, while thousands of episodes are under way.
+"""Settings of Python's cyclic garbage collector while thousands of episodes run.
 
-Invariant: what is changed here is changed back. Episodes are long-lived and hold no cycles; at the usual threshold of
-700 allocations the collector would search every one of them again and again, a quarter of the loop's time at 5,000
-episodes. Memory of objects without cycles is freed at once as ever.
+Invariant: changes are reverted. Episodes are long-lived and hold no cycles; at the default threshold of 700 allocations
+the collector would scan all of them repeatedly, a quarter of the loop's time at 5,000 episodes. Memory of objects
+without cycles is still freed at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CalmCollector:
 
     def start(self) -> None:
         before = gc.get_threshold()
-        if self._before is None and 0 < before[0] < _THRESHOLD:  # 0 is off, by somebody's choice
+        if self._before is None and 0 < before[0] < _THRESHOLD:  # 0: the user switched it off
             self._before = before
             gc.set_threshold(_THRESHOLD, *before[1:])
 

@@ -1,19 +1,19 @@
-"""The async-ratio gate: which groups may start, which are trained on, which have grown too old. Pure bookkeeping.
+"""The async-ratio gate: which groups may start, which are trained on, which are too old. No I/O.
 
 Let ``B`` be the groups of a batch, ``a`` the async ratio, ``K = ceil(a)``, ``E`` the redundant groups and ``v`` the
 learner's version, that is the number of published weights. A group that starts at version ``s`` must be consumed while
 ``v <= s + K``: its *deadline*. Every version consumes one batch, so ``(d - v) * B`` groups can still be consumed at the
 versions ``v+1 … d`` once the batch of ``v`` has been taken: the *slots* up to ``d``.
 
-Invariants, whatever the order in which groups finish, fail or are refilled:
+Invariants for any order in which groups finish, fail or are refilled:
 
 - bound: a consumed group has staleness ``v - s <= K``; ``a = 0`` is exactly synchronous;
 - pacing: started but not yet published groups number at most ``floor((1 + a) * B) + E``;
-- no loss: every started group leaves exactly once: consumed, voided, cancelled as surplus or (``drop``) expired;
+- no loss: every started group ends exactly once: consumed, voided, cancelled as surplus or (``drop``) expired;
 - no deadlock: once every running group has finished, ``take`` returns a batch, or ``room`` is positive.
 
 Why ``wait`` never has to break the bound: after a take, the groups that remain number at most ``(d - v) * B`` for every
-deadline ``d`` (``take`` waits until its choice leaves it so). Groups that start later have the latest deadline of all,
+deadline ``d`` (``take`` waits until it can choose such a batch). Groups that start later have the latest deadline,
 ``v + K``, and pacing keeps the total at ``floor(a * B) + E <= K * B + E`` while a batch is trained. So at the next take
 no deadline is oversubscribed by more than ``E`` beyond ``B``: taking the ``B`` earliest deadlines and cancelling at
 most ``E`` surplus groups always suffices.
@@ -30,18 +30,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one consumption decided, as group ids."""
+    """Group ids that one ``take`` consumed, cancelled or dropped."""
 
     batch: tuple[int, ...]
-    """To train on, earliest deadline first, then in the order of completion."""
+    """Groups to train on, by deadline, then in the order of completion."""
     cancelled: tuple[int, ...]
-    """Surplus of redundancy: there is no slot left in which they could be used."""
+    """Surplus redundant groups: no slot is left for them."""
     dropped: tuple[int, ...]
-    """Too old for every slot to come (policy ``drop`` only)."""
+    """Groups that are too old for all later slots (policy ``drop`` only)."""
 
 
 class Gate:
-    """See the module. One batch at a time is in training: ``take``, then ``published``, then ``take`` again."""
+    """The gate of one run. One batch at a time is in training: ``take``, then ``published``, then ``take`` again."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Gate:
         policy: Literal["wait", "drop"] = "wait",
         version: int = 0,
     ) -> None:
-        # The decimal that the user wrote, not its binary neighbour: 1.15 * 100 is 115, never 114.99….
+        # Exact decimal arithmetic: 1.15 * 100 is 115, not 114.99….
         ratio = Fraction(repr(float(async_ratio)))
         if batch < 1 or ratio < 0 or extra < 0:
             raise ValueError(f"batch={batch} must be >= 1, async_ratio={async_ratio} and extra={extra} >= 0")
@@ -63,7 +63,7 @@ class Gate:
         self.max_staleness = math.ceil(ratio)
         self.capacity = math.floor((1 + ratio) * batch) + extra
         self._started: dict[int, int] = {}
-        """Running and ready groups, each with the version that began it, in the order of starting."""
+        """Running and ready groups with the versions at which they started, in the order of starting."""
         self._ready: dict[int, None] = {}
         """Ready groups, in the order of completion."""
         self._training: dict[int, int] = {}
@@ -81,43 +81,43 @@ class Gate:
         return list(self._training)
 
     def deadline(self, group: int) -> int:
-        """The last version at which ``group`` may be consumed."""
+        """Return the last version at which ``group`` may be consumed."""
         return self._started[group] + self.max_staleness
 
     def room(self) -> int:
-        """How many groups may start now."""
+        """Return how many groups may start now."""
         slots = self._slots(self.version + self.max_staleness)
         usable = slots + self.extra if slots else 0
         return max(0, min(self.capacity - len(self._training), usable) - len(self._started))
 
     def start(self, group: int, *, version: int | None = None) -> None:
-        """A group begins. ``version`` is given only for a group that began before a checkpoint."""
+        """Start a group. ``version`` is given only for a group that started before a checkpoint."""
         if group in self._started or group in self._training:
             raise ValueError(f"group {group} has started already")
         self._started[group] = self.version if version is None else version
 
     def finish(self, group: int) -> None:
-        """All members of a running group are there."""
+        """Mark a running group as complete."""
         if group not in self._started or group in self._ready:
             raise ValueError(f"group {group} is not running")
         self._ready[group] = None
 
     def remove(self, group: int) -> None:
-        """A group leaves without being consumed: voided, or without signal. Its place is free at once."""
+        """Remove a group that is not consumed: voided, or without signal. Its slot is free at once."""
         del self._started[group]
         self._ready.pop(group, None)
 
     def take(self) -> Take | None:
-        """The batch of this version, or None as long as it has to be waited for."""
+        """Return the batch of this version, or None if it is not complete yet."""
         if self._training:
-            raise RuntimeError("the batch before has not been published yet: one batch is trained at a time")
+            raise RuntimeError("the previous batch has not been published yet: one batch is trained at a time")
         usable = [group for group in self._ready if self.deadline(group) >= self.version]
         if len(usable) < self.batch:
             return None
-        batch = sorted(usable, key=self.deadline)[: self.batch]  # stable: then by completion
+        batch = sorted(usable, key=self.deadline)[: self.batch]  # stable: within a deadline, by completion
         chosen = set(batch)
         left = [group for group in self._started if group not in chosen]
-        # Earliest deadline first, running before ready, youngest first: those that lose least when they are cancelled.
+        # Earliest deadline first, running before ready, youngest first: cancelling these wastes the least work.
         left.sort(key=lambda group: (self.deadline(group), group in self._ready, -group))
         if self.policy == "wait":
             surplus = self._excess(left)
@@ -134,25 +134,25 @@ class Gate:
         return Take(tuple(batch), tuple(cancelled), tuple(dropped))
 
     def staleness(self, group: int) -> int:
-        """Versions between the start of a group in training and its consumption."""
+        """Return the versions between the start of a group in training and its consumption."""
         return self.version - self._training[group]
 
     def published(self, version: int) -> None:
-        """New weights are served. They end the training of the batch that was taken, if any."""
+        """Record that new weights are served; this ends the training of the batch that was taken, if any."""
         if self._started and not self._training:
             raise RuntimeError(
                 "weights were published without a batch in training while groups are under way: their deadlines would "
                 "pass unused"
             )
         if self._training and version != self.version + 1:
-            raise ValueError(f"version {version} published after {self.version}: one batch makes one version")
+            raise ValueError(f"version {version} published after {self.version}: each batch produces one version")
         if version < self.version:
             raise ValueError(f"version {version} published after {self.version}: versions never go back")
         self.version = version
         self._training.clear()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint between ``published`` and ``take``: JSON-able, restored by ``load``."""
+        """Return the state between ``published`` and ``take`` for a checkpoint: JSON-able, restored by ``load``."""
         if self._training:
             raise RuntimeError("a batch is in training: save after its weights are published")
         return {"version": self.version, "started": list(self._started.items()), "ready": list(self._ready)}
@@ -165,11 +165,11 @@ class Gate:
         self._training = {}
 
     def _slots(self, deadline: int) -> int:
-        """Groups that can still be consumed up to the version ``deadline``."""
+        """Return how many groups can still be consumed up to the version ``deadline``."""
         return self.batch * (deadline - self.version + (0 if self._training else 1))
 
     def _excess(self, groups: Iterable[int]) -> int:
-        """By how many ``groups``, sorted by deadline, oversubscribe the slots that remain after this take."""
+        """Return by how much ``groups``, sorted by deadline, exceed the slots that remain after this take."""
         worst = 0
         for count, group in enumerate(groups, start=1):
             worst = max(worst, count - self.batch * (self.deadline(group) - self.version))

@@ -1,8 +1,8 @@
-"""Where environments live: in the event loop, in threads, in processes; and the pool that they are taken from.
+"""Handles of environments in the event loop, in threads and in processes, and the pool that owns them.
 
-Invariant: every call to an environment ends, with a checked result or with an ``EnvError``, within its timeout (an
-inline environment cannot be interrupted: it is told off afterwards); what did not end is thrown away, never reused,
-and never delays the exit of the interpreter.
+Invariant: every call to an environment ends within its timeout, with a validated result or with an ``EnvError``. An
+inline environment cannot be interrupted: the overrun is reported afterwards. An environment that did not answer in
+time is never reused, and never delays the exit of the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentkit.envs.workers.client import ForkServer
 from agentkit.errors import EnvError, EnvTimeout, UnexplainedCrash
+from agentkit.sandboxes.tasks import bounded
 from agentkit.trainers.rollout.contract import (
     TurnResult,
     check_reset,
@@ -24,20 +26,20 @@ from agentkit.trainers.rollout.contract import (
     run_actions_async,
     run_reset,
 )
-from agentkit.trainers.rollout.processes import CLOSE_TIMEOUT, Nursery, ProcessEnv
-from agentkit.trainers.rollout.sandboxes import ReplayedEnv, SandboxEnv, new_house
+from agentkit.trainers.rollout.processes import CLOSE_TIMEOUT, WORKER, ProcessEnv
+from agentkit.trainers.rollout.sandboxes import ReplayedEnv, SandboxEnv, new_allocator
 from agentkit.trainers.rollout.source import EnvSource, Where
 
 if TYPE_CHECKING:
-    from agentkit.envs.house import House
+    from agentkit.envs.isolation.allocator import SandboxAllocator
 
 
 class EnvHandle(Protocol):
-    """One environment, wherever it is. One call at a time; after an ``EnvError`` only ``close``."""
+    """One environment. One call at a time; after an ``EnvError`` only ``close`` is allowed."""
 
     @property
     def busy(self) -> bool:
-        """A call has not ended, and perhaps never will."""
+        """Whether a call has not ended; it may never end."""
         ...
 
     async def reset(self, seed: int) -> str: ...
@@ -45,12 +47,12 @@ class EnvHandle(Protocol):
     async def act(self, actions: Sequence[str]) -> TurnResult: ...
 
     async def close(self) -> None:
-        """Let go of it; bounded in time, never raises."""
+        """Release the environment, in bounded time. Never raises."""
         ...
 
 
 class InlineEnv:
-    """An environment that answers at once, called in the event loop."""
+    """An environment called directly in the event loop."""
 
     busy = False
 
@@ -111,11 +113,14 @@ class AsyncEnv:
         env, self._env = self._env, None
         if env is not None:
             with contextlib.suppress(Exception):
-                await _bounded(env.close(), "close", CLOSE_TIMEOUT)
+                await bounded(env.close(), CLOSE_TIMEOUT)
 
     async def _call(self, call: Awaitable[Any], name: str, timeout: float) -> Any:
         self.busy = True
-        result = await _bounded(call, name, timeout)
+        try:
+            result = await bounded(call, timeout)
+        except asyncio.TimeoutError:
+            raise EnvTimeout(f"{name} took longer than {timeout:g} s") from None
         self.busy = False
         return result
 
@@ -131,37 +136,8 @@ class AsyncEnv:
         return check_reset(result)
 
 
-async def _bounded(call: Awaitable[Any], name: str, timeout: float) -> Any:
-    """Await ``call`` for at most ``timeout`` seconds, even if it swallows its cancellation."""
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait({task}, timeout=timeout)
-    except asyncio.CancelledError:
-        _abandon(task)
-        raise
-    if not task.done():
-        _abandon(task)
-        raise EnvTimeout(f"{name} took longer than {timeout:g} s")
-    return task.result()
-
-
-_abandoned: set[asyncio.Future[Any]] = set()
-"""The event loop itself keeps only weak references to tasks."""
-
-
-def _abandon(task: asyncio.Future[Any]) -> None:
-    def forget(done: asyncio.Future[Any]) -> None:
-        _abandoned.discard(done)
-        if not done.cancelled():
-            done.exception()  # seen, so that nothing is printed about it
-
-    _abandoned.add(task)
-    task.add_done_callback(forget)
-    task.cancel()
-
-
 class ThreadEnv:
-    """A blocking environment in a daemon thread of its own, which is left behind should it hang."""
+    """A blocking environment in a daemon thread, which is abandoned if it hangs."""
 
     def __init__(self, source: EnvSource) -> None:
         self._source = source
@@ -179,7 +155,7 @@ class ThreadEnv:
         if self._thread is None:
             return
         if self.busy:
-            self._calls.put(None)  # should it ever come back, it closes its environment and ends
+            self._calls.put(None)  # if the call ever returns, the thread closes the environment and ends
         else:
             with contextlib.suppress(EnvError):
                 await self._call("close", None, CLOSE_TIMEOUT)
@@ -254,35 +230,35 @@ def _serve_thread(source: EnvSource, calls: queue.SimpleQueue[Any]) -> None:
 
 
 class EnvPool:
-    """Environments of one source, made on demand and used again by ``reset`` until one fails."""
+    """Environments of one source, made on demand and reused until one fails."""
 
     def __init__(self, source: EnvSource) -> None:
         self.source = source
         self.replays = 0
-        """Episodes that were brought back so far."""
+        """Number of episodes that were continued by replay."""
         self._idle: list[EnvHandle] = []
         self._closing: set[asyncio.Task[None]] = set()
-        self._nursery = Nursery()
+        self._fork_server = ForkServer(WORKER)
         makers: dict[Where, Callable[[], EnvHandle]] = {
             "inline": lambda: InlineEnv(source),
             "async": lambda: AsyncEnv(source),
             "thread": lambda: ThreadEnv(source),
-            "process": lambda: ProcessEnv(source, self._nursery),
-            "sandbox": lambda: SandboxEnv(source, self._house()),
+            "process": lambda: ProcessEnv(source, self._fork_server),
+            "sandbox": lambda: SandboxEnv(source, self._shared_allocator()),
         }
         self._make = makers[source.where]
         if source.recovery == "replay":
             self._make = lambda: ReplayedEnv(makers[source.where], self._note_replay)
-        self._houses: list[House] = []
+        self._allocator: SandboxAllocator | None = None
 
     def acquire(self, *, fresh: bool = False) -> EnvHandle:
-        """An environment to ``reset``; ``fresh``: one that nobody has used before. Starts nothing by itself."""
+        """Return an environment to ``reset``; with ``fresh`` one that was not used before. Starts nothing."""
         if self._idle and not fresh:
             return self._idle.pop()
         return self._make()
 
     def release(self, handle: EnvHandle, *, failed: bool = False) -> None:
-        """Give one back; what failed, or was interrupted in a call, is closed (killed) instead of kept."""
+        """Return an environment to the pool; close or kill it if it failed or was interrupted in a call."""
         if not failed and not handle.busy:
             self._idle.append(handle)
             return
@@ -291,17 +267,19 @@ class EnvPool:
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Close everything that was given back. Idempotent."""
+        """Close all environments that were released. Idempotent."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*(handle.close() for handle in idle), *self._closing, return_exceptions=True)
-        await self._nursery.close()
-        while self._houses:
-            await self._houses.pop().close()
+        if self.source.where == "process":
+            await asyncio.to_thread(self._fork_server.close)
+        allocator, self._allocator = self._allocator, None
+        if allocator is not None:
+            await allocator.close()
 
-    def _house(self) -> House:
-        if not self._houses:
-            self._houses.append(new_house(self.source))
-        return self._houses[0]
+    def _shared_allocator(self) -> SandboxAllocator:
+        if self._allocator is None:
+            self._allocator = new_allocator(self.source)
+        return self._allocator
 
     def _note_replay(self) -> None:
         self.replays += 1

@@ -1,9 +1,9 @@
-"""The rollout loop: one asyncio task an episode, groups through the gate, batches out.
+"""The rollout loop: one asyncio task per episode, groups through the gate, batches out.
 
 Invariant: every episode that is started ends exactly once, with one call of ``on_episode``: trained on, dropped by the
 gate, cancelled as redundant, or voided because an environment failed. An environment's failure costs a retry, then the
-group; a sandbox that crashes unexplained under the policy's code costs one try more, then is the policy's failure, and
-trained on; an engine's failure ends the run. Decisions about age are the gate's alone; this module carries them out.
+group; an unexplained crash of a sandbox under the policy's code costs one more attempt, then counts as the policy's
+failure and is trained on; an engine's failure ends the run. The gate decides which groups are too old.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentkit.types import Group, Trajectory
 
 Ending = Literal["trained", "dropped", "cancelled", "voided"]
 OnEpisode = Callable[[Trajectory, Ending, str], None]
-"""Called once for every episode that was started: the record, how it ended, and why."""
+"""Called once for every started episode: the record, its ending, and the reason."""
 
 _CLOSE_TIMEOUT = 30.0
 _SHUTDOWN: tuple[Ending, str] = ("cancelled", "shutdown")
@@ -41,7 +41,7 @@ _SHUTDOWN: tuple[Ending, str] = ("cancelled", "shutdown")
 
 @dataclass(slots=True)
 class _GroupRun:
-    """A group under way, or ready."""
+    """A group that is running or ready."""
 
     id: int
     seed: int
@@ -51,12 +51,12 @@ class _GroupRun:
     lost: int = 0
     """Members that ran out of retries."""
     verdict: tuple[Ending, str] | None = None
-    """What becomes of members that are still running, once that is decided."""
+    """Ending of members that are still running, once it is decided."""
 
 
 class RolloutLoop:
-    """Gathers batches of groups for one run. Use it from one event loop: ``start``, then ``next_batch`` and
-    ``publish`` in turn, then ``close``. ``next_batch`` may raise whatever ended an episode's task: ``EngineError``,
+    """Collects batches of groups for one run. Use it from one event loop: ``start``, then ``next_batch`` and
+    ``publish`` in turn, then ``close``. ``next_batch`` raises errors that end an episode's task: ``EngineError``,
     ``ConfigError``, ``EnvFailureBudgetExceeded``."""
 
     def __init__(
@@ -99,7 +99,7 @@ class RolloutLoop:
     # -- the life of a run ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to play, going on with groups of a restored state first."""
+        """Start episodes; groups of a restored state come first."""
         self._collector.start()
         self._running = True
         for group_id in self.gate.running:
@@ -107,7 +107,7 @@ class RolloutLoop:
         self._admit()
 
     async def next_batch(self) -> list[Group]:
-        """The groups of this version's training step, by group id, as soon as the gate lets them go."""
+        """Wait for the gate and return the groups of this version's training step, by group id."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -120,9 +120,9 @@ class RolloutLoop:
             await self._wake.wait()
 
     async def publish(self, path: Path, version: int) -> None:
-        """Serve the weights in ``path`` as ``version`` from now on; ends the training of the last batch.
+        """Serve the weights in ``path`` as ``version``; this ends the training of the last batch.
 
-        Turns in flight are generated again or go on, as ``rollout.in_flight`` says.
+        Turns in flight are generated again or continue, according to ``rollout.in_flight``.
         """
         was_running, self._running = self._running, False
         await self._engine.pause("abort" if self._rollout.in_flight == "retry" else "keep")
@@ -135,33 +135,33 @@ class RolloutLoop:
         self._admit()
 
     async def close(self) -> None:
-        """Cancel what is under way (it ends as ``cancelled``, reason ``shutdown``) and close every environment.
+        """Cancel running episodes (they end as ``cancelled``, reason ``shutdown``) and close all environments.
 
         Idempotent.
         """
         self._running = False
         for group in list(self._groups.values()):
             self._end(group, *_SHUTDOWN)
-        if self._alive:  # an engine that ignores its cancellation must not hold up the exit
+        if self._alive:  # an engine that ignores its cancellation must not delay the exit
             await asyncio.wait(self._alive, timeout=_CLOSE_TIMEOUT)
         await self._pool.close()
         self._collector.stop()
 
     def under_way(self) -> str:
-        """How many episodes are finished and how many are played; may be called from any thread."""
+        """Return the numbers of finished and of running episodes. Thread-safe."""
         finished = sum(len(group.done) for group in tuple(self._groups.values()))
         return f"{finished} finished, {len(self._alive)} being played"
 
     def metrics(self) -> dict[str, float]:
-        """Counts and means since the last call."""
+        """Return counts and means since the last call."""
         replays, self._pool.replays = self._pool.replays, 0
         recovered = {"rollout/env_replays": float(replays)} if self._pool.source.recovery == "replay" else {}
         return {**self._counters.snapshot(), **recovered}
 
     def state(self) -> dict[str, Any]:
-        """Everything to go on from, taken between ``publish`` and ``next_batch``: JSON-able but for ``groups``.
+        """Return the state for a checkpoint between ``publish`` and ``next_batch``: JSON-able except for ``groups``.
 
-        Groups that are ready are kept whole; those still running are named by id and seed, and played again.
+        Ready groups are kept whole; running ones are stored as id and seed, and played again.
         """
         ready = set(self.gate.ready)
         return {
@@ -173,7 +173,7 @@ class RolloutLoop:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a ``state``; before ``start``."""
+        """Restore a ``state``; call this before ``start``."""
         if self._running or self._groups:
             raise RuntimeError("restore a state before start")
         self.gate.load(state["gate"])
@@ -212,7 +212,7 @@ class RolloutLoop:
             self._wake.set()
 
     def _complete(self, group: _GroupRun) -> None:
-        """Enough members have finished; the rest was redundant."""
+        """Complete a group that has enough members; cancel the redundant rest."""
         self._cancel(group, ("cancelled", "redundant_member"))
         self.gate.finish(group.id)
         if not self._deterministic:
@@ -220,7 +220,7 @@ class RolloutLoop:
         self._wake.set()
 
     def _refill(self, ready: list[int]) -> None:
-        """Replace those of these ready groups that carry no signal, as far as the step's budget goes."""
+        """Replace ready groups that carry no signal, within the budget of the step."""
         if not self._rollout.dynamic_sampling:
             return
         budget = self._rollout.max_refills * self._rollout.groups
@@ -249,7 +249,7 @@ class RolloutLoop:
         return batch
 
     def _end(self, group: _GroupRun, ending: Ending, reason: str) -> None:
-        """A group leaves unused, with all of its members. The gate knows already."""
+        """Discard a group and all of its members; the gate has removed it already."""
         del self._groups[group.id]
         self._cancel(group, (ending, reason))
         for trajectory in group.done:
@@ -266,7 +266,7 @@ class RolloutLoop:
     # -- members ----------------------------------------------------------------------------------------------------
 
     async def _member(self, group: _GroupRun, member: int) -> None:
-        """Play one member, in a fresh environment again as long as environments fail and tries last."""
+        """Play one member; retry in a fresh environment if the environment fails."""
         source = self._player.rules.source
         attempts = Attempts(self._attempts)
         for attempt in itertools.count():
@@ -318,7 +318,7 @@ class RolloutLoop:
         self._counters.retries += retried and group.verdict is None
 
     def _lose(self, group: _GroupRun) -> None:
-        """A member is out of retries: redundancy makes up for it, or the group is voided and replaced."""
+        """Handle a member without retries left: a redundant member replaces it, or the group is voided and replaced."""
         group.lost += 1
         if group.verdict is None and group.lost > self._rollout.extra_members:
             self.gate.remove(group.id)

@@ -1,7 +1,7 @@
-"""The one place where the text that a model writes becomes environment actions, and back.
+"""Conversion of a model's text to environment actions, and back.
 
-Invariant: ``parse(format(actions))`` gives ``actions``, and an answer whose format is invalid names no action at all.
-Whether an action exists is the environment's business, not the parser's.
+Invariant: ``parse(format(actions))`` gives ``actions``, and an answer with an invalid format has no actions. The
+environment, not the parser, checks whether an action exists.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 SEPARATOR = "||"
-"""Between two actions of one answer."""
+"""Separator of the actions of one answer."""
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What was read in a model's text: the actions in order, none when the format was invalid."""
+class ParsedAnswer:
+    """A parsed answer: its actions in order; empty if the format is invalid."""
 
     actions: tuple[str, ...]
     valid: bool
 
 
-_INVALID = Answer((), valid=False)
+_INVALID = ParsedAnswer((), valid=False)
 
 
 class ActionParser:
-    """Reads answers of one form.
+    """Parser of one answer format.
 
     ``tagged``: the last ``<answer>…</answer>`` of the text holds the actions, separated by ``||`` where there may be
     several; anything may precede it (reasoning, say). ``plain``: the whole text, stripped, is one action.
@@ -42,9 +42,9 @@ class ActionParser:
 
     @property
     def instructions(self) -> str:
-        """How to answer, for the system message."""
+        """The answer format, for the system message."""
         if self.kind == "plain":
-            return "Answer with your next action and nothing else."
+            return "ParsedAnswer with your next action and nothing else."
         if self.actions_per_turn == 1:
             return f"End your answer with your next action inside tags: {_OPEN}action{_CLOSE}"
         return (
@@ -52,31 +52,33 @@ class ActionParser:
             f"{SEPARATOR}: {_OPEN}first {SEPARATOR} second{_CLOSE}"
         )
 
-    def parse(self, text: str) -> Answer:
-        """The answer in ``text``. Too many actions, an empty one, or no closed tag make the format invalid."""
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return the answer in ``text``. Too many actions, an empty action, or no closed tag make the format
+        invalid."""
         if self.kind == "plain":
             action = text.strip()
-            return Answer((action,), valid=True) if action else _INVALID
+            return ParsedAnswer((action,), valid=True) if action else _INVALID
         start = text.rfind(_OPEN)
         end = text.find(_CLOSE, start) if start >= 0 else -1
         if end < 0:
             return _INVALID
         inside = text[start + len(_OPEN) : end]
-        # A single action may hold the separator: it is an operator in shells and programs.
+        # A single action may contain the separator, which is an operator in shells and programs.
         parts = [inside] if self.actions_per_turn == 1 else inside.split(SEPARATOR)
         actions = tuple(part.strip() for part in parts)
         if len(actions) > self.actions_per_turn or not all(actions):
             return _INVALID
-        return Answer(actions, valid=True)
+        return ParsedAnswer(actions, valid=True)
 
     def format(self, actions: Sequence[str]) -> str:
-        """The canonical answer text for ``actions``; the target of imitation. Raises ``ValueError`` if none exists."""
+        """Return the canonical answer text for ``actions``, the target of imitation. Raises ``ValueError`` if none
+        exists."""
         actions = tuple(actions)
         if self.kind == "plain":
             text = actions[0] if len(actions) == 1 else ""
         else:
             text = f"{_OPEN}{f' {SEPARATOR} '.join(actions)}{_CLOSE}"
-        if self.parse(text) != Answer(actions, valid=True):
+        if self.parse(text) != ParsedAnswer(actions, valid=True):
             raise ValueError(
                 f"no {self.kind} answer of at most {self.actions_per_turn} action(s) reads back as {list(actions)}: "
                 "there are too many or too few, or one is empty, padded with spaces, or holds a tag or the separator"

@@ -1,42 +1,46 @@
-"""The one place where observations become prompt tokens, in the chat format that the model was trained on.
+"""Conversion of observations to prompt tokens, in the chat format of the model.
 
-Invariant: tokens are only ever appended. What the policy produced stays as it was sampled, and a chat template is
-accepted only if rendering a whole conversation at once gives the same text as appending turn after turn; a template
-that rewrites or strips earlier turns (reasoning between ``<think>`` tags, usually) would silently show the model
-another history in training than in use, and is refused.
+Invariant: tokens are only appended, and sampled tokens stay unchanged. A chat template is accepted only if rendering a
+whole conversation at once gives the same text as appending turn after turn. A template that rewrites or strips earlier
+turns (usually reasoning between ``<think>`` tags) is refused, because the model would see another history in training
+than in use.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from agentkit.errors import RendererError
 from agentkit.types import IntArray
 
-_CACHE_ENTRIES = 4096
-"""Distinct observations whose tokens are remembered; the texts of small games repeat all the time."""
-_CACHE_CHARACTERS = 2048
-"""Longer texts hardly repeat, and would make the cache's memory unbounded."""
+if TYPE_CHECKING:  # playing against an endpoint needs no tokenizer
+    from tokenizers import Tokenizer
 
-# Texts that stand for the parts of a conversation while the template is probed. They hold no white space at their
-# ends, since trimming a message is harmless here: history is never rendered again.
+_CACHE_ENTRIES = 4096
+"""Number of observations whose tokens are cached; texts of small games repeat often."""
+_CACHE_CHARACTERS = 2048
+"""Longer texts rarely repeat and are not cached, which bounds the cache's memory."""
+
+# Placeholders for the parts of a conversation while the template is probed. They have no white space at their ends,
+# because trimming a message is harmless: history is never rendered again.
 _SYSTEM, _FIRST, _SECOND, _THIRD = "Qsystem7Q", "Qfirst1Q", "Qsecond2Q", "Qthird3Q"
 _PLAIN, _THINKING = "Qanswer5Q", "<think>\nQreason8Q\n</think>\n\nQanswer5Q"
 
 
 class ChatRenderer:
-    """Chat tokens of a tokenizer with a chat template.
+    """Renderer of chat tokens for a tokenizer with a chat template.
 
-    Arrays that it returns are shared and read-only. Raises ``RendererError`` at construction for a tokenizer that has
-    no template, or one that cannot be used by appending alone.
+    Returned arrays are shared and read-only. The constructor raises ``RendererError`` for a tokenizer without a
+    template, or with one that cannot be used by appending only.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise RendererError(
@@ -49,7 +53,7 @@ class ChatRenderer:
                 "tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
-        # Copies of our own, so that padding or truncation set elsewhere cannot reach in here.
+        # A copy, because padding or truncation may be set on the original.
         self._encoder = Tokenizer.from_str(backend.to_str())
         self._encoder.no_truncation()
         self._encoder.no_padding()
@@ -58,7 +62,7 @@ class ChatRenderer:
         self._special = {token.content: id_ for id_, token in added.items() if token.special}
         self._head, self._after_system, self._tail, self._close, self._open = self._probe()
         self.end_of_turn: int = self._special[self._close_token]
-        """The id that ends an answer; it is part of what the policy samples."""
+        """The id that ends an answer; the policy samples it."""
         eos = tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *([eos] if eos is not None else [])]))
         """Ids after which generation ends."""
@@ -66,28 +70,28 @@ class ChatRenderer:
         self._cache: OrderedDict[tuple[str, str], IntArray] = OrderedDict()
 
     def first(self, system: str, observation: str) -> IntArray:
-        """Ids of the opening, int32 ``[p]``: rules, first observation and the generation prompt."""
+        """Return the ids of the start, int32 ``[p]``: rules, first observation and the generation prompt."""
         return self._cached(self._head + system + self._after_system, observation)
 
     def next(self, observation: str, *, closed: bool) -> IntArray:
-        """Ids that come after an action, up to and including the next generation prompt, int32 ``[p]``.
+        """Return the ids after an action, up to and including the next generation prompt, int32 ``[p]``.
 
         ``closed``: the action ended with ``end_of_turn``; otherwise the closing ids come first.
         """
         return self._cached(self._open if closed else self._unclosed, observation)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ``ids`` without special tokens."""
+        """Return the text of ``ids`` without special tokens."""
         return self._encoder.decode(
             ids.tolist() if isinstance(ids, np.ndarray) else list(ids), skip_special_tokens=True
         )
 
     def encode_answer(self, text: str) -> IntArray:
-        """Ids of an answer as the policy would produce it, ``end_of_turn`` included, int32 ``[a]``."""
+        """Return the ids of an answer as the policy would produce it, including ``end_of_turn``, int32 ``[a]``."""
         return _array([*self._ids(text), self.end_of_turn])
 
     def _ids(self, text: str) -> list[int]:
-        # The batch call is the one that does not compute character offsets, which nobody reads here.
+        # Only the batch call skips character offsets, which are not needed.
         return self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _cached(self, before: str, content: str) -> IntArray:
@@ -106,10 +110,10 @@ class ChatRenderer:
     def _tokens(self, before: str, content: str, after: str) -> IntArray:
         if not any(token in content for token in self._special):
             return _array(self._ids(before + content + after))
-        # An environment's text must not be able to end its message or to speak as the model: control tokens that it
-        # spells out are encoded as the plain characters they are.
+        # An environment's text must not end its message or speak as the model: control tokens in it are encoded as
+        # plain characters.
         if self._literal is None:
-            self._literal = Tokenizer.from_str(self._encoder.to_str())
+            self._literal = type(self._encoder).from_str(self._encoder.to_str())
             self._literal.encode_special_tokens = True
         middle = self._literal.encode(content, add_special_tokens=False).ids
         return _array([*self._ids(before), *middle, *self._ids(after)])
@@ -117,7 +121,7 @@ class ChatRenderer:
     # -- reading the template -------------------------------------------------------------------------------------
 
     def _render(self, *contents: str, system: str | None = _SYSTEM) -> str:
-        """The template's text for user and assistant messages in turn, with a generation prompt after a user's."""
+        """Render user and assistant messages in turn, with a generation prompt after a user message."""
         messages = [] if system is None else [{"role": "system", "content": system}]
         for index, content in enumerate(contents):
             messages.append({"role": ("user", "assistant")[index % 2], "content": content})
@@ -129,7 +133,7 @@ class ChatRenderer:
             raise RendererError(f"the chat template failed on a plain conversation: {error}") from error
 
     def _probe(self) -> tuple[str, str, str, str, str]:
-        """The constant texts around the variable ones: head, after the system text, tail, close, open.
+        """Return the constant parts of the template: head, after the system text, tail, close, open.
 
         ``head SYSTEM after_system OBSERVATION tail ANSWER close open OBSERVATION tail ANSWER …``
         """
@@ -166,8 +170,8 @@ class ChatRenderer:
         found = [(bridge.index(token), token) for token in self._special if token in bridge]
         if not found:
             raise RendererError(
-                f"the chat template ends an answer with {bridge!r}, which holds no special token: nothing tells the "
-                "engine where an answer ends; use a template with an end-of-turn token"
+                f"the chat template ends an answer with {bridge!r}, which contains no special token, so the "
+                "engine cannot detect the end of an answer; use a template with an end-of-turn token"
             )
         at, self._close_token = min(found, key=lambda item: (item[0], -len(item[1])))
         cut = at + len(self._close_token)

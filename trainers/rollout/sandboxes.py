@@ -1,7 +1,7 @@
-"""Environments of the rollout loop that live in sandboxes, and episodes that are brought back.
+"""Environments of the rollout loop that run in sandboxes, and episodes that are replayed after a failure.
 
-Invariant: as for every ``EnvHandle``. Sandboxes come from a pool that keeps a spare one, so that a replacement does not
-wait for its making; nothing of sandboxes is imported before an environment is to run in one.
+Sandboxes come from a pool with a spare one, so that a failed sandbox is replaced at once. The sandbox modules are
+imported only when an environment runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentkit.envs.recovery import Replay
+from agentkit.envs.isolation.replay import Replay
 from agentkit.trainers.rollout.contract import TurnResult, check_reset, run_actions_async
 from agentkit.trainers.rollout.source import EnvSource
 
 if TYPE_CHECKING:
-    from agentkit.envs.house import House
+    from agentkit.envs.isolation.allocator import SandboxAllocator
 
 
-def new_house(source: EnvSource) -> House:
-    """Where all environments of a source live. Starts nothing by itself."""
-    from agentkit.envs.house import House, Pooled
+def new_allocator(source: EnvSource) -> SandboxAllocator:
+    """Return the allocator of the sandboxes of all environments of a source. Starts nothing."""
+    from agentkit.envs.isolation.allocator import PooledSandboxes, SandboxAllocator
 
     assert source.placement is not None
-    return House(source.placement, Pooled(source.placement), share=source.share, spread=source.spread)
+    return SandboxAllocator(
+        source.placement, PooledSandboxes(source.placement), share=source.share, spread=source.spread
+    )
 
 
 class SandboxEnv:
-    """An environment in a sandbox, which bounds its calls itself."""
+    """An environment in a sandbox, with bounded calls."""
 
-    def __init__(self, source: EnvSource, house: House) -> None:
-        from agentkit.envs.sandboxed import SandboxedEnv
+    def __init__(self, source: EnvSource, allocator: SandboxAllocator) -> None:
+        from agentkit.envs.isolation.env import SandboxedEnv
 
         self.busy = False
         self._env = SandboxedEnv(
-            source.id, house=house, step_timeout=source.step_timeout, reset_timeout=source.reset_timeout
+            source.id, allocator=allocator, step_timeout=source.step_timeout, reset_timeout=source.reset_timeout
         )
 
     async def reset(self, seed: int) -> str:
@@ -55,7 +57,7 @@ class SandboxEnv:
 
 
 class ReplayedEnv:
-    """An environment that is replaced by another one that went the same way, should it die or hang."""
+    """An environment that continues in a fresh one, by replaying its episode, if it crashes or hangs."""
 
     def __init__(self, make: Callable[[], Any], on_replay: Callable[[], None]) -> None:
         self._make, self._on_replay = make, on_replay

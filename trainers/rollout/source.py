@@ -1,7 +1,6 @@
-"""An environment as configured, before any is made.
+"""The configured environment of a run, before an instance is made.
 
-Invariant: what this reads from the registry suffices for a run, so that a misconfigured environment is refused before
-anything starts.
+Invariant: a misconfigured environment is rejected before anything starts.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentkit import registry
 from agentkit.config import EnvConfig
-from agentkit.envs.recovery import Recovery
+from agentkit.envs.isolation.replay import Recovery
 from agentkit.errors import ConfigError
 from agentkit.trainers.rollout.contract import crashed
 
-if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
-    from agentkit.envs.placement import Placement
+if TYPE_CHECKING:  # sandboxes are imported only if they are used
+    from agentkit.envs.isolation.placement import Placement
 
 Where = Literal["inline", "thread", "process", "async", "sandbox"]
 
 
 @dataclass(frozen=True)
 class EnvSource:
-    """An environment as configured: its class, its arguments, where it runs and what it may take."""
+    """A configured environment: its class, its arguments, where it runs, and its time limits."""
 
     id: str
     cls: type[Any] | None
-    """None in a sandbox, whose code is not imported here."""
+    """None for an environment in a sandbox, whose code is not imported here."""
     kwargs: dict[str, Any]
     where: Where
     instructions: str
@@ -41,16 +40,20 @@ class EnvSource:
     runs_policy_code: bool = False
     recovery: Recovery = "retry"
     placement: Placement | None = None
-    """For a sandbox: which one, and what runs there."""
+    """Back end and specification of the sandboxes, for an environment in a sandbox."""
     share: int = 1
     """Most environments in one sandbox."""
     spread: int = 1
-    """One sandbox holds at most this part of the environments that run (1 / ``spread``)."""
+    """One sandbox holds at most 1 / ``spread`` of the running environments."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> EnvSource:
-        """Read the registry, or ask a sandbox. Raises ``RegistryError``, ``ConfigError``, ``SandboxError`` or
-        ``EnvError`` before any episode begins."""
+        """Return the environment that ``config`` describes.
+
+        Raises:
+            RegistryError, ConfigError: the environment is unknown or misconfigured.
+            SandboxError, EnvError: the environment cannot be made in a sandbox.
+        """
         sandbox = None if config.sandbox == "none" else config.sandbox
         here = registry.arguments_here(config.id, config.kwargs, sandbox, config.sandbox_spec)
         if here is None:
@@ -86,8 +89,8 @@ class EnvSource:
 
     @classmethod
     def _in_sandbox(cls, config: EnvConfig) -> EnvSource:
-        from agentkit.envs.placement import place
-        from agentkit.envs.sandboxed import describe
+        from agentkit.envs.isolation.env import describe
+        from agentkit.envs.isolation.placement import place
 
         placement = place(config.id, config.kwargs, config.sandbox, config.sandbox_spec)
         said = describe(placement)
@@ -111,7 +114,7 @@ class EnvSource:
         )
 
     def make(self) -> Any:
-        """An environment, in this process or behind a sandbox of its own. Raises ``EnvCrashed``, ``SandboxError``."""
+        """Make an environment in this process or in a new sandbox. Raises ``EnvCrashed``, ``SandboxError``."""
         if self.placement is not None:
             where = self.placement
             return registry.make(self.id, sandbox=where.backend, sandbox_spec=where.spec, **self.kwargs)
@@ -122,9 +125,13 @@ class EnvSource:
             raise crashed("making the environment", error) from error
 
     def importable(self) -> tuple[str, str, dict[str, Any], str | None]:
-        """How another process finds the class: module, qualified name, arguments, and the script to load it from.
+        """Return what a worker process needs to make the environment.
 
-        Raises ``ConfigError`` for a class that cannot be imported elsewhere.
+        Returns:
+            Module, qualified name and arguments of the class, and the script to load if the module is ``__main__``.
+
+        Raises:
+            ConfigError: the class cannot be imported by another process.
         """
         assert self.cls is not None
         module, qualname = self.cls.__module__, self.cls.__qualname__
@@ -133,8 +140,8 @@ class EnvSource:
             main_path = getattr(sys.modules["__main__"], "__file__", None)
         if "<locals>" in qualname or (module == "__main__" and main_path is None):
             raise ConfigError(
-                f"{self.id} ({module}.{qualname}) cannot run in a process of its own, since its class cannot be "
-                "imported there: move it to the top level of a module, or set env.concurrency to thread or inline"
+                f"{self.id} ({module}.{qualname}) cannot run in a worker process, because its class cannot be "
+                "imported there; move it to the top level of a module, or set env.concurrency to thread or inline"
             )
         return module, qualname, self.kwargs, main_path
 
@@ -142,6 +149,6 @@ class EnvSource:
 def _check_recovery(config: EnvConfig, deterministic: bool) -> None:
     if config.recovery == "replay" and not deterministic:
         raise ConfigError(
-            f"env.recovery=replay and {config.id} contradict: it declares that the same seed and actions need not give "
-            "the same episode; set env.recovery to retry or void"
+            f"env.recovery=replay needs a deterministic environment, and {config.id} declares itself not "
+            "deterministic; set env.recovery to retry or void"
         )

@@ -1,4 +1,4 @@
-"""Random episodes for the tests of the maths."""
+"""Random episodes for the tests of algorithms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every estimator against a slow one written from the formula over episodes, and against garbage where masked."""
+"""Estimators equal slow implementations of their formulas, and ignore masked values."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def plain_groups(rewards, *, success=False, valid=True):
         (plain_groups([[0, 0], [1, 1]]), "the members of each group earned the same"),
     ],
 )
-def test_a_batch_without_signal_says_why(groups, reason):
+def test_a_batch_without_signal_is_explained(groups, reason):
     found = missing_signal(groups, configured(advantage="grpo"))
     assert found is None if reason is None else reason in (found or "")
 
@@ -184,7 +184,7 @@ def test_a_batch_without_signal_says_why(groups, reason):
         ("gae", [[0, 0]], False),
     ],
 )
-def test_whether_a_batch_teaches_depends_on_the_advantage(advantage, rewards, teaches):
+def test_whether_a_batch_has_signal_depends_on_the_advantage(advantage, rewards, teaches):
     groups = plain_groups(rewards)
     assert (missing_signal(groups, configured(advantage=advantage)) is None) == teaches
     if advantage != "gae":
@@ -263,7 +263,7 @@ def test_gigpo_compares_turns_taken_in_the_same_state(seed, gamma):
 
 
 def test_gigpo_by_hand():
-    """Both members start in s; one comes back to it at once and is cut off there, the other earns 1."""
+    """Both members start in s; one returns to it at once and is truncated there, the other earns 1."""
 
     def turn(observation, reward, prompt):
         action = np.array([9], np.int32)
@@ -306,7 +306,7 @@ def test_a_group_carries_signal_exactly_if_one_of_its_advantages_is_not_zero(nam
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - BY_GROUP))
-def test_what_is_compared_with_the_whole_batch_always_carries_signal(name):
+def test_batch_normalised_advantages_always_carry_signal(name):
     (group, *_), _ = wander(0)
     for turn in (turn for trajectory in group.members for turn in trajectory.turns):
         turn.reward = 0.0
@@ -386,7 +386,7 @@ def test_equal_returns_give_exactly_zero(make_groups, name, seed, reward):
 
 
 def test_gae_by_hand():
-    """Two turns; V(state of the second turn) is read at its observation's end, and the end is worth nothing."""
+    """Two turns; V(state of the second turn) is read at the end of its observation; the final state has value 0."""
     turns = [
         Turn(np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), ((0, 1),), reward=1.0),
         Turn(np.array([3, 4], np.int32), np.array([5], np.int32), np.zeros(1, np.float32), ((0, 1),), reward=2.0),
@@ -399,7 +399,7 @@ def test_gae_by_hand():
     assert result.returns[batch.mask].tolist() == [first + 10.0, second + 20.0]
 
 
-def test_gae_without_critic_says_what_to_do(make_groups):
+def test_gae_without_critic_is_an_error_with_the_remedy(make_groups):
     batch = flatten(make_groups(0))
     with pytest.raises(LearnerError, match="add a critic section"):
         estimate(batch, values_for(batch, 0, 0), configured(advantage="gae"))

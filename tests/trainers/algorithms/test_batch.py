@@ -50,8 +50,8 @@ def test_every_column_of_a_small_batch():
     assert dtypes == [np.int32, np.float32, np.float32, np.int32, np.int32]
 
 
-def test_a_state_is_what_the_environment_said_last():
-    """An answer without a valid format does not move the environment: what is shown then is no state of its own."""
+def test_a_state_is_the_last_observation_of_the_environment():
+    """An answer without a valid format does not change the environment, so the reply is not a new state."""
     shown = ["a", "b", "No valid format.\nb", "No valid format.\nb", "a", "c"]
     turns = [turn([1], [2]) for _ in shown]
     for one, text, moved in zip(turns, shown, (True, False, False, True, True, True), strict=True):
@@ -96,7 +96,7 @@ def test_reward_of_a_turn_without_tokens_goes_to_the_action_before():
         ([Group(0, 0, 0, [episode(turn([1], [], 1.0))])], "no action token"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(groups, message):
+def test_untrainable_batches_are_refused(groups, message):
     with pytest.raises(LearnerError, match=message):
         flatten(groups)
 

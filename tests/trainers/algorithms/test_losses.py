@@ -1,4 +1,4 @@
-"""Every loss against per-token arithmetic written from its formula: values, gradients, masks, denominators."""
+"""Losses equal per-token implementations of their formulas: values, gradients, masks, denominators."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_extreme_ratios_stay_finite(name):
     assert all(torch.isfinite(value) for value in sums.values())
 
 
-def test_what_each_loss_asks_for():
+def test_logprobs_needed_by_each_loss():
     assert needed_logprobs(configured(loss="pg")) == {"policy", "behaviour"}  # behaviour: for the metrics
     assert needed_logprobs(configured(loss="tis")) == {"policy", "behaviour", "proximal"}
     assert needed_logprobs(configured(loss="ppo", kl="k3")) == {"policy", "behaviour", "reference"}

@@ -1,4 +1,4 @@
-"""What every inference engine must do, whatever computes behind it.
+"""Conformance tests of inference engines.
 
 A test module of an engine derives from ``EngineConformance`` and provides the fixtures ``served`` (a running engine,
 shared by the module's tests) and ``make`` (an engine of its own). References are transformers' own forward passes and
@@ -62,7 +62,7 @@ class Served:
         return self.models[self.version]
 
     def write(self, seed: int, version: int) -> Path:
-        """A weights file as a learner publishes it."""
+        """Write a weights file as a learner publishes it."""
         self.models[version] = policy(seed)
         path = self.directory / f"weights-{version}.safetensors"
         state = {name: tensor.clone() for name, tensor in self.models[version].state_dict().items()}
@@ -119,7 +119,7 @@ async def ticks(served: Served, tokens: int, timeout: float = 30.0) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 class EngineConformance:
-    """Derive, and provide ``served`` and ``make``."""
+    """Base class of engine tests; a subclass provides ``served`` and ``make``."""
 
     async def test_greedy_is_transformers_greedy(self, served: Served) -> None:
         prompts = [prompt_of(length) for length in (1, 2, 7, 16, 33, 50)]
@@ -263,7 +263,7 @@ class EngineConformance:
         await ticks(served, 10)
         await served.engine.abort(name)
         await served.engine.abort(name)
-        await served.engine.abort("nobody")
+        await served.engine.abort("unknown")
         got = await asyncio.wait_for(aborted, 10)
         assert got.finish_reason == "abort"
         assert 0 < len(got.ids) < 170
@@ -313,7 +313,7 @@ class EngineConformance:
             assert got.ids.tolist() == free.ids[:ends].tolist()
             assert got.finish_reason == "stop"
 
-    async def test_seeds_decide_whatever_the_traffic(self, served: Served) -> None:
+    async def test_seeded_results_do_not_depend_on_traffic(self, served: Served) -> None:
         prompt = prompt_of(12, seed=12)
 
         def seeded(seed: int) -> Any:
@@ -325,8 +325,8 @@ class EngineConformance:
         assert again.ids.tolist() == alone.ids.tolist()
         assert other.ids.tolist() != alone.ids.tolist()
 
-    async def test_seeds_decide_however_a_prompt_is_computed(self, served: Served) -> None:
-        """Long prompts at once, which an engine may compute in parts, and updates that make it compute them again."""
+    async def test_seeded_results_do_not_depend_on_how_a_prompt_is_computed(self, served: Served) -> None:
+        """Concurrent long prompts, which an engine may compute in parts, and updates that force a new computation."""
         prompts = [prompt_of(length, seed=21) for length in (90, 130, 7, 110, 150, 60)]
 
         async def play(name: str, update: bool) -> list[list[int]]:
@@ -432,7 +432,7 @@ class EngineConformance:
         assert after.busy_s > before.busy_s
         assert (after.running, after.waiting) == (0, 0)
 
-    async def test_close_answers_everybody(self, make: Any) -> None:
+    async def test_close_ends_all_pending_requests(self, make: Any) -> None:
         served: Served = await make()
         pending = [
             asyncio.ensure_future(served.engine.generate(prompt_of(5), Sampling(180), session=session()))
@@ -451,7 +451,7 @@ class EngineConformance:
 
 @torch.no_grad()
 def distributions(model: Any, prompt: Sequence[int], ids: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What each of ``ids`` was drawn from, ``[n, vocabulary]``: the softmax, cut by top-k and top-p."""
+    """Return the distribution of each of ``ids``, ``[n, vocabulary]``: the softmax, truncated by top-k and top-p."""
     tokens = torch.tensor([[*prompt, *ids.tolist()]])
     logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].double() / sampling.temperature
     probabilities = logits.softmax(-1).numpy()
@@ -469,7 +469,7 @@ def distributions(model: Any, prompt: Sequence[int], ids: np.ndarray, sampling: 
 def randomised_rank(distribution: np.ndarray, before: np.ndarray, token: int, rng: np.random.Generator) -> float:
     """Uniform on [0, 1) if ``token`` was drawn from ``distribution`` (randomised probability integral transform).
 
-    ``before``: the tokens that come before it in whatever order.
+    ``before``: the tokens that precede it in any fixed order.
     """
     assert distribution[token] > 0
     return float(distribution[before].sum() + rng.random() * distribution[token])

@@ -1,4 +1,4 @@
-"""What is particular to the embedded engine: shared weights, determinism, failures of its thread, no leftovers."""
+"""Specific properties of the embedded engine: shared weights, determinism, failures of its thread, clean exit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_shared_model_is_served_in_place(engines: Engines) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-async def test_deterministic_results_ignore_everybody_else(engines: Engines) -> None:
+async def test_deterministic_results_do_not_depend_on_other_requests(engines: Engines) -> None:
     engine = await engines(policy(2), deterministic=True)
     prompt = prompt_of(20)
 

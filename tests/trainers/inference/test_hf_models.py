@@ -1,4 +1,4 @@
-"""Which models the embedded engine serves, token for token as transformers does, and which it refuses."""
+"""Models that the embedded engine serves exactly as transformers does, and models that it refuses."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, EngineError
 from agentkit.openai import ChatEndpoint, ContextExceeded, base_url
-from agentkit.trainers.rollout.evaluation import EvalResult, evaluate_endpoint
+from agentkit.results import EvalResult
+from agentkit.trainers.rollout.evaluation import evaluate_endpoint
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.types import Message
 
@@ -24,7 +25,7 @@ def endpoint(url: str, **kwargs: Any) -> ChatEndpoint:
     return ChatEndpoint(url, "some-model", **{"first_pause_s": 0.01, "retries": 3, "timeout_s": 5.0, **kwargs})
 
 
-async def test_asks_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_follow_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with chat_server(lambda number, body: said("hällo", "length")) as server:
         async with endpoint(server.url) as client:
@@ -41,7 +42,7 @@ async def test_asks_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> Non
     assert headers["authorization"] == "Bearer secret"
 
 
-async def test_no_key_is_sent_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_key_is_sent_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with chat_server(lambda number, body: said("")) as server:
         async with endpoint(server.url) as client:
@@ -50,7 +51,7 @@ async def test_no_key_is_sent_without_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("trouble", [refused(429, "slow down"), refused(500, "oops"), refused(503, "loading"), None])
-async def test_passing_trouble_is_tried_again(trouble: Answer | None) -> None:
+async def test_temporary_failures_are_retried(trouble: Answer | None) -> None:
     with chat_server(lambda number, body: trouble if number < 3 else said("at last")) as server:
         async with endpoint(server.url) as client:
             assert (await client.chat(HELLO, max_tokens=1, temperature=0)).text == "at last"
@@ -70,7 +71,7 @@ async def test_waits_as_long_as_the_server_asks() -> None:
     ("status", "words"),
     [(500, "server's own log"), (401, "OPENAI_API_KEY"), (404, "/v1"), (429, "engine.max_batch"), (400, "the reason")],
 )
-async def test_lasting_trouble_is_told(status: int, words: str) -> None:
+async def test_persistent_failures_are_reported(status: int, words: str) -> None:
     with chat_server(lambda number, body: refused(status, "this is the reason")) as server:
         async with endpoint(server.url) as client:
             with pytest.raises(EngineError, match=words) as caught:
@@ -80,14 +81,14 @@ async def test_lasting_trouble_is_told(status: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("body", ["<html>hello</html>", {"choices": []}, {"object": "list"}, "[]"])
-async def test_another_kind_of_server_is_told(body: Any) -> None:
+async def test_a_server_of_another_protocol_is_reported(body: Any) -> None:
     with chat_server(lambda number, _: (200, body, {})) as server:
         async with endpoint(server.url) as client:
             with pytest.raises(EngineError, match="chat-completions"):
                 await client.chat(HELLO, max_tokens=1, temperature=0)
 
 
-async def test_nobody_there_and_nobody_answering() -> None:
+async def test_unreachable_and_silent_servers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         async with endpoint(f"http://127.0.0.1:{port}", retries=1, timeout_s=0.2) as client:
@@ -156,7 +157,7 @@ async def measure(server: ChatServer, seeds: range = SEEDS) -> EvalResult:
 
 
 def walk(seed: int, moves: list[str]) -> tuple[float, bool]:
-    """Return and success of ``moves`` on the task of ``seed``, by the environment's own hand."""
+    """Play ``moves`` on the task of ``seed`` directly in the environment; return its total reward and success."""
     env = registry.make("FrozenLake-v1")
     env.reset(seed=seed)
     total, success = 0.0, False

@@ -1,4 +1,4 @@
-"""Sampling against brute force: truncation, inversion, independence of rows."""
+"""Sampling equals brute force: truncation, inversion, independence of rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_truncation(weights: list[int], top_p: float, top_k: int) -> None:
     "sampling", [Sampling(1), Sampling(1, temperature=0.7), Sampling(1, top_k=3), Sampling(1, top_p=0.6)]
 )
 def test_every_token_owns_its_share_of_the_unit_interval(sampling: Sampling) -> None:
-    """Feeding an even grid of numbers gives each token in proportion to its probability, and no token of none."""
+    """An even grid of numbers gives each token in proportion to its probability, and none with probability 0."""
     logits = torch.tensor([2.0, -1.0, 0.5, -math.inf, 1.0, -3.0])
     grid = (torch.arange(20_000) + 0.5) / 20_000
     sampler = Sampler([sampling] * len(grid), CPU)
@@ -78,7 +78,7 @@ def test_greedy_rows_among_sampled_ones() -> None:
     np.testing.assert_allclose(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0], atol=1e-6)
 
 
-def test_uniforms_are_the_seeds_own() -> None:
+def test_uniforms_depend_only_on_the_seed() -> None:
     assert np.array_equal(uniforms(3, 10), uniforms(3, 20)[:10])
     assert not np.array_equal(uniforms(3, 10), uniforms(4, 10))
     assert uniforms((0, 1), 5).dtype == np.float32

@@ -31,7 +31,7 @@ def test_least_recently_stored_goes_first() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8), st.booleans())))
-def test_budget_is_kept(events: list[tuple[str, int, bool]]) -> None:
+def test_the_budget_is_never_exceeded(events: list[tuple[str, int, bool]]) -> None:
     store, held = SessionStore(12), 0
     for name, length, forget in events:
         if forget:

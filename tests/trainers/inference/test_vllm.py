@@ -1,6 +1,6 @@
-"""The vLLM engine against the conformance suite, and what only it can get wrong: its processes.
+"""The vLLM engine: the conformance suite, and the life cycle of its processes.
 
-An engine takes half a minute to start, so that the tests share one where they can.
+An engine takes half a minute to start, so the tests share one where possible.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TestVLLMEngine(EngineConformance):
 async def test_an_engine_whose_update_failed_half_way_serves_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Comes after the suite: it spoils the shared engine."""
+    """Runs after the suite, because it breaks the shared engine."""
     version = served.version + 1
     path = served.write(52, version)
     monkeypatch.setattr("agentkit.trainers.inference.manifest.Manifest.buckets", lambda self, limit: [["no such"]])
@@ -104,7 +104,7 @@ async def test_an_engine_whose_update_failed_half_way_serves_nothing(
             await call
 
 
-def test_the_seeds_of_tokens_are_evenly_spread() -> None:
+def test_seeds_of_tokens_are_uniform() -> None:
     """Neighbouring seeds at neighbouring positions: what each generator draws first is uniform over all of them."""
     require("vllm", REMEDY)
     from agentkit.trainers.inference.vllm_worker import mixed

@@ -1,4 +1,4 @@
-"""vLLM where users meet it: a training run on its engine, and an evaluation against its OpenAI-compatible server."""
+"""End-to-end tests of vLLM: a training run on its engine, and an evaluation on its OpenAI-compatible server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided before vLLM starts, and around it: pure functions, no vLLM needed."""
+"""Settings of the vLLM engine: pure functions that do not need vLLM."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_deterministic_engines_compute_alone_and_reuse_nothing() -> None:
     ("option", "words"),
     [("max_num_seqs", r"engine\.max_batch"), ("dtype", r"model\.dtype"), ("logprobs_mode", "promises")],
 )
-def test_what_the_promises_rest_on_is_no_option(option: str, words: str) -> None:
+def test_options_that_agentkit_sets_are_refused(option: str, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         arguments(engine(options={option: 1}))
 

@@ -1,4 +1,4 @@
-"""One learner rank in a process of its own: trains on pickled batches and writes what it saw.
+"""One learner rank in a separate process: trains on pickled batches and writes its results.
 
 Arguments: a pickle of ``(config, batches)``, the rank, the number of ranks, the rendezvous file, the output (npz).
 """

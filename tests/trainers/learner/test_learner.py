@@ -1,4 +1,4 @@
-"""The learner role: files that leave it, exact continuation, adapters, and a face that never blocks."""
+"""The learner role: published files, exact continuation, adapters, and an interface that never blocks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, m
         np.testing.assert_allclose(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-async def test_lora_reference_is_the_policy_without_what_was_learnt_since(configure, make_batch):
+async def test_lora_reference_is_the_policy_before_training(configure, make_batch):
     batch = make_batch(2)
     lora = LORA | {"dropout": 0.0}
     learner = Learner(configure(model={"lora": lora}, learner={"lr": 1e-2}, algorithm={"kl": "k2"}))
@@ -151,7 +151,7 @@ async def test_continuation_within_imitation_is_exact(configure, make_batch, tmp
     await resumed.close()
 
 
-async def test_a_checkpoint_that_does_not_fit_says_so(configure, tmp_path):
+async def test_an_incompatible_checkpoint_is_an_error(configure, tmp_path):
     learner = Learner(configure())
     await learner.start()
     with pytest.raises(CheckpointError, match="is missing"):
@@ -184,7 +184,7 @@ async def test_export_of_the_quickstart_model_loads_in_transformers(tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-async def test_what_the_engine_records_is_what_the_learner_scores(configure, tmp_path):
+async def test_recorded_logprobs_equal_those_of_the_learner(configure, tmp_path):
     """After an update, at a temperature other than 1: the recorded log-probabilities are the learner's own."""
     config = configure(rollout={"temperature": 0.8}, learner={"lr": 1e-2})
     learner, engine = Learner(config), HFEngine(config.model, config.engine, seed=0)
@@ -251,7 +251,7 @@ async def test_life_cycle_errors(configure, make_batch, monkeypatch):
         await learner.start()
 
 
-async def test_a_failed_write_says_so_and_leaves_the_old_weights(configure, tmp_path):
+async def test_a_failed_write_is_reported_and_keeps_the_old_weights(configure, tmp_path):
     learner = Learner(configure())
     await learner.start()
     path = tmp_path / "w.safetensors"

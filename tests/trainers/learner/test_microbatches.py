@@ -1,4 +1,4 @@
-"""Plans: every sequence once and whole, within the budget, as many micro-batches on every rank."""
+"""Plans contain each complete sequence once, within the budget, with equal numbers of micro-batches on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimiser takes which parameter, and the size and direction of Muon's update by singular values."""
+"""Assignment of parameters to optimisers, and the size and direction of Muon's update."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def test_a_muon_step_moves_along_the_gradients_singular_vectors_as_far_as_adamw_
         assert ((along > 0.5) & (along < 1.3)).all(), name
 
 
-def test_adamw_alone_is_torchs_own(model):
+def test_adamw_equals_torchs(model):
     assert type(build_optimizer(model, LearnerConfig())) is torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""Two gloo ranks in real processes give the loss, the gradients and the weights of one."""
+"""Two gloo ranks in real processes give the same loss, gradients and weights as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the learner: what they compute, and what must not change it."""
+"""Training steps of the learner: their results, and changes that must not affect them."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_imitation_fits_the_actions(configure, make_batch):
 
 
 def test_proximal_is_the_first_forward_pass(configure, make_batch, gradients, monkeypatch):
-    """With one step a batch nothing is scored beforehand, and the result is as if it were."""
+    """With one step per batch no scoring pass runs, and the result is the same."""
     algorithm = {"advantage": "grpo", "loss": "decoupled_ppo"}
     batch = make_batch(11)
     training = started(configure(**sections(algorithm)))

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded is one error that names the path and the remedy."""
+"""A model that cannot be loaded gives one error that names the path and the remedy."""
 
 import os
 

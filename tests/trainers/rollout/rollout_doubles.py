@@ -1,4 +1,4 @@
-"""A small scripted engine for tests of timing and order: it obeys the engine's contract, but computes no model.
+"""A small scripted engine for tests of timing and order: it implements the engine's contract without a model.
 
 Its tokens are a pure function of the prompt, the sampling seed and the version, so that records can be re-derived.
 """
@@ -23,7 +23,7 @@ Latency = float | Callable[[int], float]
 
 
 class ScriptedEngine:
-    """Answers what ``script`` says after ``latency`` seconds."""
+    """An engine that returns the answer of ``script`` after ``latency`` seconds."""
 
     def __init__(self, renderer: ChatRenderer, script: Script | str, latency: Latency = 0.0) -> None:
         self.renderer = renderer

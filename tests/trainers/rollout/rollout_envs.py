@@ -1,4 +1,4 @@
-"""Small environments that do what they are told, right or wrong."""
+"""Small environments with configurable faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentkit.errors import UnexplainedCrash
 
 
 def misbehave(how: str) -> Any:
-    """What ``step`` returns, or does, instead of the right thing."""
+    """Return a wrong result of ``step``, or fail, as ``how`` selects."""
     info = {"success": False, "action_valid": True}
     if how == "unexplained":
         raise UnexplainedCrash("its sandbox died")
@@ -111,7 +111,7 @@ class Puppet(TextEnv):
 
 
 class Plain(Puppet):
-    """Says nothing of its process."""
+    """An environment that does not declare how it runs."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         _, info = super().reset(seed=seed, options=options)
@@ -123,7 +123,7 @@ class Plain(Puppet):
 
 
 class Detour(TextEnv):
-    """Start, or a detour that comes back to it; every episode earns 1 when it leaves by ``Go``, however late."""
+    """A start, and a detour that returns to it; every episode earns 1 when it leaves by ``Go``, at any time."""
 
     instructions = "Say Go or Stay."
     max_turns = 6
@@ -139,7 +139,7 @@ class Detour(TextEnv):
 
 
 class Unsteady(Puppet):
-    """Does not play the same twice."""
+    """An environment that is not deterministic."""
 
     deterministic: ClassVar[bool] = False
 

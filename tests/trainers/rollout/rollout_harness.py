@@ -1,4 +1,4 @@
-"""A rollout loop with the scripted engine and the puppet environment, and a book of what became of every episode."""
+"""A rollout loop with the scripted engine and the puppet environment, and a record of how every episode ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def configure(env: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
 
 
 class Harness:
-    """``step`` is what a controller does in a training step."""
+    """A rollout loop under test; ``step`` does the same as a controller in a training step."""
 
     def __init__(self, config: RunConfig, script: Script | str = GO, latency: Latency = 0.0) -> None:
         self.config = config
@@ -77,7 +77,7 @@ class Harness:
         return Counter((ending, reason) for _, ending, reason in self.ends)
 
     def check_book(self) -> None:
-        """Every episode that asked the engine for anything ended, and none ended twice."""
+        """Assert that every episode that sent a request to the engine ended exactly once."""
         names = [f"0.{t.group_id}.{t.member}.{t.attempt}" for t, _, _ in self.ends]
         assert len(names) == len(set(names))
         assert set(self.engine.prompts) <= set(names)

@@ -1,4 +1,4 @@
-"""Environments in every kind of place: checked, bounded in time, killed when they must be, and never left behind."""
+"""Handles of environments: validation, time limits, kills, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _before: set[psutil.Process] = set()
 
 @pytest.fixture(autouse=True)
 def _remember_who_is_there() -> None:
-    """Processes of other tests (a tracker's service, say) are none of ours."""
+    """Ignore processes of other tests, such as a tracker's service."""
     _before.clear()
     _before.update(psutil.Process().children(recursive=True))
 
@@ -88,7 +88,7 @@ async def test_actions_after_one_that_does_not_exist_are_not_taken(where: str) -
 @pytest.mark.parametrize(
     ("where", "how"), [*((where, how) for where in WHERE[:2] for how in CONTRACT), ("process", "nan")]
 )
-async def test_what_the_contract_forbids_is_named(where: str, how: str) -> None:
+async def test_invalid_results_are_named(where: str, how: str) -> None:
     pool = EnvPool(source(where, how=how))
     env = pool.acquire()
     await env.reset(0)
@@ -100,7 +100,7 @@ async def test_what_the_contract_forbids_is_named(where: str, how: str) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("how", "fail_in"), [("crash", "step"), ("exit", "step"), ("x", "reset"), ("x", "init")])
-async def test_what_it_raises_is_a_crash_with_its_place(where: str, how: str, fail_in: str) -> None:
+async def test_exception_is_a_crash_with_its_location(where: str, how: str, fail_in: str) -> None:
     pool = EnvPool(source(where, how=how, fail_in=fail_in))
     env = pool.acquire()
 
@@ -145,7 +145,7 @@ async def test_a_process_that_dies_is_a_crash(how: str) -> None:
     assert not started()
 
 
-async def test_what_an_environment_started_ends_with_it() -> None:
+async def test_child_processes_end_with_the_environment() -> None:
     pool = EnvPool(source("process", how="grandchild"))
     env = pool.acquire()
     await env.reset(0)
@@ -174,12 +174,12 @@ async def test_cancelling_a_call_kills_the_process() -> None:
     await pool.close()
 
 
-async def test_the_nursery_is_replaced_when_it_dies() -> None:
+async def test_dead_fork_server_is_replaced() -> None:
     pool = EnvPool(source("process"))
     env = pool.acquire()
     pid = pid_of(await env.reset(0))
-    (nursery,) = [child for child in started(recursive=False) if child.pid != pid]
-    nursery.kill()
+    (server,) = [child for child in started(recursive=False) if child.pid != pid]
+    server.kill()
     assert gone(pid)  # by the kernel, with its parent
     with pytest.raises(EnvCrashed):
         await env.act(("Go",))
@@ -213,7 +213,7 @@ async def test_a_hung_thread_is_abandoned() -> None:
     await pool.close()
 
 
-async def test_an_inline_environment_that_overruns_is_told_off() -> None:
+async def test_overrun_of_an_inline_environment_is_reported() -> None:
     env = EnvPool(source("inline", pause=0.05, step=0.01)).acquire()
     await env.reset(0)
     with pytest.raises(EnvTimeout, match=r"set env\.concurrency"):
@@ -246,7 +246,7 @@ async def test_asynchronous_environments_are_awaited_and_bounded() -> None:
     await pool.close()
 
 
-async def test_a_class_that_no_child_can_import_is_refused() -> None:
+async def test_class_that_a_worker_cannot_import_is_rejected() -> None:
     class Local(Puppet):
         pass
 

@@ -1,4 +1,4 @@
-"""The gate under thousands of random schedules: the bound, no loss, no deadlock; and its closed forms."""
+"""The gate under thousands of random schedules: it keeps the bound, loses no group and never deadlocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, float, int, str, list[int]]:
 
 
 class Driver:
-    """Plays a schedule against a gate, with a book of its own in which every group is written down once."""
+    """Plays a schedule against a gate, with a separate record of every group."""
 
     def __init__(self, batch: int, ratio: float, extra: int, policy: str) -> None:
         self.gate = Gate(batch, ratio, extra=extra, policy=policy)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ class Driver:
         return True
 
     def drain(self, batches: int) -> None:
-        """Groups finish in the worst order for the gate, youngest first: it must go on nevertheless."""
+        """Finish groups in the worst order for the gate, youngest first; it must still make progress."""
         for _ in range(batches):
             if self.training:
                 self.publish()
@@ -213,5 +213,5 @@ def test_misuse_is_refused() -> None:
         gate.take()
     with pytest.raises(RuntimeError, match="save after"):
         gate.state()
-    with pytest.raises(ValueError, match="one batch makes one version"):
+    with pytest.raises(ValueError, match="each batch produces one version"):
         gate.published(2)

@@ -1,4 +1,4 @@
-"""Answers read back as they were written, and nothing else is taken for one."""
+"""Answers are parsed as they were formatted, and other text is invalid."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentkit.trainers.rollout.parser import ActionParser, Answer
+from agentkit.trainers.rollout.parser import ActionParser, ParsedAnswer
 
-INVALID = Answer((), valid=False)
+INVALID = ParsedAnswer((), valid=False)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ INVALID = Answer((), valid=False)
     ],
 )
 def test_tagged(text: str, actions: tuple[str, ...]) -> None:
-    assert ActionParser("tagged", 2).parse(text) == Answer(actions, valid=True)
+    assert ActionParser("tagged", 2).parse(text) == ParsedAnswer(actions, valid=True)
 
 
 def test_a_single_action_may_hold_the_separator() -> None:
     parser = ActionParser("tagged", 1)
-    assert parser.parse("<answer>bash true || false</answer>") == Answer(("bash true || false",), valid=True)
+    assert parser.parse("<answer>bash true || false</answer>") == ParsedAnswer(("bash true || false",), valid=True)
     assert parser.format(["bash true || false"]) == "<answer>bash true || false</answer>"
     with pytest.raises(ValueError, match="reads back"):
         parser.format(["bash true", "submit"])
@@ -59,19 +59,19 @@ def test_invalid_format(text: str) -> None:
 def test_plain_takes_the_whole_text_as_one_action() -> None:
     parser = ActionParser("plain", 5)
     assert parser.actions_per_turn == 1
-    assert parser.parse(" go || north \n") == Answer(("go || north",), valid=True)
+    assert parser.parse(" go || north \n") == ParsedAnswer(("go || north",), valid=True)
     assert parser.parse("  ") == INVALID
     assert parser.format(["look at <answer>"]) == "look at <answer>"
 
 
 @given(st.lists(st.text(), max_size=5), st.sampled_from(["tagged", "plain"]), st.integers(1, 4))
-def test_what_format_writes_parse_reads(actions: list[str], kind, most: int) -> None:
+def test_parse_reverses_format(actions: list[str], kind, most: int) -> None:
     parser = ActionParser(kind, most)
     try:
         text = parser.format(actions)
     except ValueError:
         return
-    assert parser.parse("reasoning " * (kind == "tagged") + text) == Answer(tuple(actions), valid=True)
+    assert parser.parse("reasoning " * (kind == "tagged") + text) == ParsedAnswer(tuple(actions), valid=True)
 
 
 @given(st.lists(st.text("abc xyz", min_size=1).map(str.strip).filter(bool), min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""The benchmark's claims that do not depend on the machine, on the virtual clock and a smaller workload."""
+"""Machine-independent results of the rollout benchmark, on the virtual clock with a smaller workload."""
 
 from __future__ import annotations
 

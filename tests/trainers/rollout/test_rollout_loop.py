@@ -1,4 +1,4 @@
-"""The rollout loop: exact records, one ending an episode, failures that are never the policy's, any setting."""
+"""The rollout loop: exact records, one ending per episode, attribution of failures, any setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.rollout.virtual import run_virtual
 
 
 def mixed(text: str, seed: int) -> str:
-    """Good answers, bad formats, unknown actions, several actions, and texts that are cut off."""
+    """Script valid answers, invalid formats, unknown actions, several actions, and truncated texts."""
     return (GO, "Go!", "<answer>Bad</answer>", "<answer>Go || Go</answer>", "so " * 60, f"hmm {GO}")[seed % 6]
 
 
@@ -154,7 +154,7 @@ async def test_too_many_failures_stop_the_run_with_a_report() -> None:
 
 @pytest.mark.parametrize("where", ["inline", "process"])
 async def test_an_unexplained_crash_is_the_policys_failure_the_second_time(where: str) -> None:
-    """Without any retries, and without an end of the run however many there are."""
+    """There are no retries, and any number of these failures does not stop the run."""
     config = configure({"how": "unexplained", "at": 2}, settings={"concurrency": where}, rollout={"retries": 0})
     harness = Harness(config)
     batches = await harness.run(12)
@@ -172,7 +172,7 @@ async def test_an_unexplained_crash_is_the_policys_failure_the_second_time(where
     assert metrics["rollout/policy_crashes"] >= 48
 
 
-async def test_an_unexplained_crash_once_is_forgiven(tmp_path: Path) -> None:
+async def test_a_single_unexplained_crash_is_retried(tmp_path: Path) -> None:
     env = {"how": "unexplained", "at": 2, "once": str(tmp_path / "crashed")}
     harness = Harness(configure(env, settings={"recovery": "void"}, rollout={"retries": 0}))
     batches = await harness.run(2)
@@ -258,7 +258,7 @@ def test_groups_that_are_too_old_are_dropped_or_waited_for() -> None:
         else:
             assert dropped == 0
             trained = sorted({t.seed for t, ending, _ in harness.ends if ending == "trained"})
-            assert trained[:50] == list(range(50))  # nobody is left out
+            assert trained[:50] == list(range(50))  # no group is skipped
 
 
 async def test_an_episode_that_outgrows_the_context_is_truncated() -> None:
@@ -292,7 +292,7 @@ async def test_groups_without_signal_are_replaced_up_to_the_budget(deterministic
 
 @pytest.mark.parametrize(("advantage", "kept"), [("grpo", False), ("gigpo", True)])
 async def test_the_advantage_decides_which_groups_are_replaced(advantage: str, kept: bool) -> None:
-    """Everyone earns 1, some later than others: nothing to a group baseline, and a lot to GiGPO."""
+    """All episodes earn 1, some later than others: no signal for a group baseline, but for GiGPO."""
     registry.register("Detour-v0", Detour)
     config = configure(
         settings={"id": "Detour-v0", "format_penalty": 0.0},
@@ -310,7 +310,7 @@ async def test_the_advantage_decides_which_groups_are_replaced(advantage: str, k
 
 
 def snapshot(batches: list[list[Group]]) -> list[Any]:
-    """Everything of a batch but what the clock decides."""
+    """Return all fields of a batch that do not depend on time."""
     return [
         [
             (
@@ -409,7 +409,7 @@ async def test_evaluation_scores_the_second_unexplained_crash() -> None:
     assert result.voided == {"UnexplainedCrash": bad}
     assert result.success == sum(t.success for t in result.trajectories) / 40
     lines = "\n".join(report(result, 1.0))
-    assert f"voided    {bad} tries: {bad} x UnexplainedCrash" in lines
+    assert f"voided    {bad} attempts: {bad} x UnexplainedCrash" in lines
     assert f"crashed   {bad} episodes" in lines
 
 
@@ -432,7 +432,7 @@ async def test_asynchronous_environments_play_too() -> None:
     dynamic=st.booleans(),
     salt=st.integers(0, 1000),
 )
-def test_any_setting_keeps_the_book(
+def test_records_are_consistent_under_any_setting(
     groups, size, extra, ratio, policy, in_flight, share, retries, dynamic, salt
 ) -> None:
     config = configure(

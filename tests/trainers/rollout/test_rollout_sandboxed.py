@@ -1,4 +1,4 @@
-"""The rollout loop with environments in sandboxes, and what it does with episodes whose environment died."""
+"""The rollout loop with environments in sandboxes: recovery of episodes whose environment died."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rollout_harness import Harness, configure
 from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, EngineUnavailable
-from agentkit.sandboxes.backends.local import LocalBackend
+from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.trainers.rollout.source import EnvSource
 
 
@@ -74,7 +74,7 @@ async def test_an_episode_that_died_comes_back_if_it_goes_the_same_way(cls, come
         assert any("its replay differs" in reason for reason in voided)
 
 
-async def test_void_gives_no_second_try(tmp_path: Path):
+async def test_voided_episodes_are_not_retried(tmp_path: Path):
     env = {"how": "crash", "at": 1, "share": 0.3}
     harness, _ = await play(configure(env, settings={"recovery": "void"}), steps=2)
     assert all(trajectory.attempt == 0 for trajectory, _, _ in harness.ends)
@@ -91,7 +91,7 @@ def test_replay_of_what_is_not_deterministic_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sandbox_spec": {"image": "mine"}}, "env.sandbox=none has none"),
+        ({"sandbox_spec": {"image": "mine"}}, "env.sandbox_spec needs a sandbox"),
         ({"sandbox": "local", "concurrency": "thread"}, "contradict"),
         ({"sandbox": "locl"}, "'none', 'local' or 'docker'"),
     ],

@@ -11,8 +11,8 @@ from rollout_harness import Harness, configure
 from swebench_cases import built, gold
 
 from agentkit.envs.swebench.instance import Instance
-from agentkit.sandboxes import lease
-from agentkit.sandboxes.owner import Owner
+from agentkit.sandboxes.reaper import labels as label
+from agentkit.sandboxes.reaper.owner import Owner
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.timeout(1200)]
 
@@ -48,7 +48,7 @@ async def test_the_solution_earns_one(task: Instance) -> None:
 
 
 @pytest.mark.usefixtures("task")
-async def test_nothing_earns_nothing() -> None:
+async def test_an_empty_submission_earns_nothing() -> None:
     _, rewards = await play(lambda text, seed: "submit")
     assert rewards == [0.0, 0.0]
 
@@ -76,7 +76,7 @@ async def test_an_episode_whose_sandbox_is_removed_is_voided_and_played_again(ta
 
     def script(text: str, seed: int) -> str:
         if next(kills, False):
-            mine = f"{lease.OWNER}={Owner.of(os.getpid())}"
+            mine = f"{label.OWNER}={Owner.of(os.getpid())}"
             for container in client.containers.list(filters={"label": mine}):
                 container.remove(force=True)
         return "submit" if "END_OF_GOLD" in text else gold(task)

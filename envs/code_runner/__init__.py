@@ -1,0 +1,1 @@
+"""Execution of programs that a model wrote, in sandboxes."""

@@ -1,0 +1,1 @@
+"""Sandboxes on sandbox servers."""

@@ -1,0 +1,1 @@
+"""The HTTP proxy through which a sandbox reaches allowed addresses."""

@@ -1,0 +1,1 @@
+"""Warm sandboxes: the pool, its scheduler, and health checks."""

@@ -1,0 +1,1 @@
+"""Ownership of sandboxes, and the removal of those whose owner has ended."""

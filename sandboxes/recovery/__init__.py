@@ -1,0 +1,1 @@
+"""Recovery of failed sandboxes: supervisor, standbys, hedged calls and replay."""

@@ -1,0 +1,1 @@
+"""The sandbox server and its protocol."""

@@ -1,0 +1,459 @@
+"""HTTP server for sandboxes: any back end of this machine, for clients that have the token.
+
+Invariant: every request passes ``AdmissionControl`` (who, how much, how fast) and ``Policy`` (what) before it reaches a
+back end. When a client cancels a call or disconnects, the call ends and everything that it started is killed; only a
+command with an idempotency key continues. Without a certificate the server listens on loopback only.
+
+``agentkit sandbox serve`` runs ``serve``; the client is ``agentkit.sandboxes.backends.remote``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import uvicorn
+
+from agentkit.errors import ConfigError, ProtocolError, QuotaExceeded, SandboxError
+from agentkit.sandboxes import paths
+from agentkit.sandboxes.agent import protocol
+from agentkit.sandboxes.agent.protocol import Kind
+from agentkit.sandboxes.backend import Backend, Channel, Process
+from agentkit.sandboxes.backends import backend as backend_named
+from agentkit.sandboxes.server.admission import AdmissionControl, Message, Receive, Send, http_protocol
+from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
+from agentkit.sandboxes.server.policy import Policy, Quota, check_amount
+from agentkit.sandboxes.server.protocol import (
+    CALL_HEADER,
+    CLIENT_HEADER,
+    pack_error,
+    pack_json,
+    pack_result,
+    unpack,
+    unpack_arguments,
+    unpack_request,
+)
+from agentkit.sandboxes.server.sessions import SandboxSessions
+from agentkit.sandboxes.spec import SandboxSpec
+
+_log = logging.getLogger(__name__)
+
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than in the client, which so never uses one that just closed."""
+_STOP_SECONDS = 3
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A request. ``parts``: its path below ``/v1/``, split."""
+
+    method: str
+    parts: tuple[str, ...]
+    query: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    receive: Receive
+
+    def header(self, name: str) -> str:
+        return self.headers.get(name.encode(), b"").decode("latin-1")
+
+    def integer(self, name: str) -> int:
+        """Return an integer of the query. Raises ``ProtocolError``."""
+        try:
+            return int(self.query[name])
+        except (KeyError, ValueError):
+            raise ProtocolError(f"the query needs an integer {name}") from None
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A response that is sent in chunks, at the client's pace; ``close`` is called once, however it ends."""
+
+    chunks: AsyncGenerator[bytes, None]
+    close: Callable[[], None] = lambda: None
+
+
+class SandboxApp:
+    """The methods of ``Backend`` and ``Channel`` as an application for ``AdmissionControl``.
+
+    Requests are dispatched with ``match``, because the routing of a framework takes longer than a short command.
+    """
+
+    def __init__(self, sessions: SandboxSessions) -> None:
+        self._sessions = sessions
+        self._processes: dict[str, Process] = {}
+
+    async def __call__(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        parts = tuple(scope["path"].removeprefix("/v1/").split("/"))
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        try:
+            call = _Call(scope["method"], parts, query, dict(scope["headers"]), body, receive)
+            response, status = await self._dispatch(call), 200
+        except Exception as error:
+            response, status = pack_error(error), _status(error)
+        if isinstance(response, _Stream):
+            await _send_stream(response, receive, send)
+            return
+        try:
+            with self._sessions.buffered(len(response)):
+                await _send_in_time(send, status, response, self._sessions.quota.transfer_seconds(len(response)))
+        except QuotaExceeded as error:
+            await _send(send, _status(error), pack_error(error))
+
+    async def _dispatch(self, call: _Call) -> bytes | _Stream:
+        match call.method, *call.parts:
+            case "POST", "channels", key, verb:
+                return await self._channel_call(call, key, verb)
+            case "POST", "processes", handle, verb:
+                await self._process_call(call, handle, verb)
+            case _, "sandboxes", *_:
+                return await self._sandbox_call(call)
+            case "GET", "boot":
+                return self._sessions.boot.encode()
+            case "POST", "stream":
+                queue = self._sessions.subscribe(call.header(CLIENT_HEADER), unpack(list[str], call.body))
+                return _Stream(_lines(queue), lambda: self._sessions.unsubscribe(queue))
+            case "POST", "list":
+                return pack_json(await self._sessions.list(unpack(dict[str, str], call.body)))
+            case "DELETE", "calls", name:
+                await self._sessions.cancel(name)
+            case "DELETE", "snapshots", name:
+                await self._sessions.discard(name)
+            case _:
+                raise _unknown(call)
+        return b""
+
+    async def _sandbox_call(self, call: _Call) -> bytes:
+        sessions, backend, client = self._sessions, self._sessions.backend, call.header(CLIENT_HEADER)
+        match call.method, *call.parts[1:]:
+            case "PUT", id:
+                body = unpack(dict[str, Any], call.body)
+                spec = unpack(SandboxSpec, pack_json(body.get("spec")))
+                labels = unpack(dict[str, str], pack_json(body.get("labels")))
+                return sessions.describe(await self._run(call, sessions.create(id, spec, labels, client)))
+            case "DELETE", id:
+                await sessions.remove(id)
+            case "GET", id:
+                return pack_json(await sessions.inspect(id))
+            case "GET", id, "logs":
+                return await backend.logs(sessions.session(id).id, call.integer("tail"))
+            case "POST", id, "attach":
+                return sessions.describe(await self._run(call, sessions.attach(id, client)))
+            case "POST", id, "restart":
+                return sessions.describe(await self._run(call, sessions.restart(id, client)))
+            case "POST", id, "snapshot":
+                return pack_json(await self._run(call, sessions.snapshot(id, client)))
+            case "POST", id, "restore":
+                await self._run(call, sessions.restore(id, unpack(str, call.body)))
+            case "POST", id, "extend":
+                await sessions.extend(id, unpack(float | None, call.body))
+            case "POST", id, "pause":
+                await self._run(call, backend.pause(sessions.session(id).id))
+            case "POST", id, "resume":
+                await self._run(call, backend.resume(sessions.session(id).id))
+            case _:
+                raise _unknown(call)
+        return b""
+
+    async def _channel_call(self, call: _Call, key: str, verb: str) -> bytes | _Stream:
+        if verb in ("exec", "spawn"):
+            request = unpack_request(call.body)
+            check_amount(self._sessions.policy, "output", request.output_limit)
+            channel = self._sessions.channel(key)
+            if verb == "spawn":
+                return self._process_stream(await self._run(call, channel.spawn(request)))
+            detached = request.idempotency_key is not None
+            return pack_result(await self._run(call, channel.exec(request), detached=detached))
+        path, number, data = unpack_arguments(call.body)
+        channel = self._sessions.channel(key)
+        match verb:
+            case "read":
+                check_amount(self._sessions.policy, "file", number)
+                return _Stream(_file_frames(channel, path, int(number)))
+            case "write":
+                work = channel.write(path, data, int(number))
+            case "list":
+                work = channel.list(path)
+            case "stat":
+                work = channel.stat(path)
+            case "remove":
+                work = channel.remove(path)
+            case "mkdir":
+                work = channel.mkdir(path)
+            case "stats":
+                work = channel.stats()
+            case "ping":
+                work = channel.ping(number)
+            case _:
+                raise _unknown(call)
+        return pack_json(await self._run(call, work))
+
+    def _process_stream(self, process: Process) -> _Stream:
+        handle = paths.new_id()
+        self._processes[handle] = process
+
+        def close() -> None:
+            del self._processes[handle]
+            self._sessions.background(_kill(process))
+
+        return _Stream(_process_frames(handle, process), close)
+
+    async def _process_call(self, call: _Call, handle: str, verb: str) -> None:
+        process = self._processes.get(handle)
+        if verb not in ("input", "end", "kill"):
+            raise _unknown(call)
+        if process is None:
+            if verb == "input":
+                raise BrokenPipeError("the command has ended")
+        elif verb == "input":
+            await self._run(call, process.write(call.body))
+        elif verb == "end":
+            await process.close_stdin()
+        else:
+            await process.kill(call.integer("number"))
+
+    async def _run(self, call: _Call, work: Coroutine[Any, Any, Any], *, detached: bool = False) -> Any:
+        disconnected = None if detached else _disconnected(call.receive)
+        return await self._sessions.run(call.header(CALL_HEADER) or paths.new_id(), work, disconnected)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lines(queue: asyncio.Queue[bytes | None]) -> AsyncGenerator[bytes, None]:
+    while (line := await queue.get()) is not None:
+        yield line
+
+
+async def _process_frames(handle: str, process: Process) -> AsyncGenerator[bytes, None]:
+    """Yield a running command as frames: its handle, its output and its result."""
+    yield protocol.encode(Kind.STARTED, 0, handle.encode())
+    try:
+        async for stream, data in process:
+            kind = Kind.OUTPUT if stream == "stdout" else Kind.ERRORS
+            for piece in _pieces(data):
+                yield protocol.encode(kind, 0, piece)
+        yield protocol.encode(Kind.DONE, 0, pack_result(await process.wait()))
+    except Exception as error:
+        yield protocol.encode(Kind.FAIL, 0, pack_error(error)[: protocol.MAX_PAYLOAD])
+
+
+async def _file_frames(channel: Channel, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+    """Yield the content of a file as frames, then whether it is complete."""
+    try:
+        async with contextlib.aclosing(channel.stream(path, limit)) as content:
+            async for data in content:
+                for piece in _pieces(data):
+                    yield protocol.encode(Kind.OUTPUT, 0, piece)
+        yield protocol.encode(Kind.DONE, 0)
+    except Exception as error:
+        yield protocol.encode(Kind.FAIL, 0, pack_error(error)[: protocol.MAX_PAYLOAD])
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + protocol.CHUNK] for start in range(0, len(data), protocol.CHUNK))
+
+
+async def _kill(process: Process) -> None:
+    with contextlib.suppress(SandboxError, OSError):
+        await process.kill(9)
+
+
+def _unknown(call: _Call) -> ProtocolError:
+    return ProtocolError(f"unknown call {call.method} {'/'.join(call.parts)!r}")
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, ProtocolError):
+        return 400
+    if isinstance(error, SandboxError | BrokenPipeError | asyncio.TimeoutError):
+        return 409
+    _log.error("a call failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return 500
+
+
+async def _send_in_time(send: Send, status: int, payload: bytes, seconds: float) -> None:
+    try:
+        # A short payload fits into the buffer of the transport.
+        await asyncio.wait_for(_send(send, status, payload), seconds if len(payload) > protocol.CHUNK else None)
+    except asyncio.TimeoutError:
+        _log.warning("a client did not read a response of %d bytes in %.0f s", len(payload), seconds)
+
+
+async def _send(send: Send, status: int, payload: bytes) -> None:
+    """Send a response in pieces; each waits until the client has read the previous ones."""
+    headers = [(b"content-length", str(len(payload)).encode()), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for start in range(0, max(len(payload), 1), protocol.CHUNK):
+        end = start + protocol.CHUNK
+        await send({"type": "http.response.body", "body": payload[start:end], "more_body": end < len(payload)})
+
+
+async def _send_stream(stream: _Stream, receive: Receive, send: Send) -> None:
+    tasks = {asyncio.ensure_future(_send_chunks(stream.chunks, send)), asyncio.ensure_future(_disconnected(receive))}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        stream.close()
+        await asyncio.wait(tasks)
+
+
+async def _send_chunks(chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"cache-control", b"no-store")]})
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class SandboxServer:
+    """A sandbox server in the running event loop: ``async with SandboxServer(backend, token=…) as server``.
+
+    Attributes:
+        url: the address of the server.
+        sessions: its sandboxes.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        policy: Policy | None = None,
+        quota: Quota | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+    ) -> None:
+        """Bind the address.
+
+        Args:
+            backend: where sandboxes are created; the server starts and closes it.
+            token: the token that clients must send.
+            host: the address to listen on.
+            port: the port; 0 chooses a free one.
+            policy: what a client may request.
+            quota: what all clients together may use.
+            certificate: path of a TLS certificate.
+            key: path of the key of the certificate.
+
+        Raises:
+            ConfigError: the address is in use, or other machines can reach it and there is no certificate and key.
+        """
+        secure = certificate is not None and key is not None
+        if not secure and not is_loopback(host):
+            raise ConfigError(
+                f"{host} can be reached from other machines: give a TLS certificate and its key, or listen on 127.0.0.1"
+            )
+        quota = quota or Quota()
+        self.sessions = SandboxSessions(backend, policy or Policy(), quota)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family)
+            # Accepted connections inherit the option. asyncio sets it only on sockets that name their protocol, which
+            # these do not; without it each small response waits for the client's delayed acknowledgement.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        address = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                AdmissionControl(SandboxApp(self.sessions), token, quota),  # pyright: ignore[reportArgumentType]
+                http=http_protocol(quota.header_seconds),
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=2 * quota.requests,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=_STOP_SECONDS,
+                ssl_certfile=certificate,
+                ssl_keyfile=None if key is None else str(key),
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> SandboxServer:
+        try:
+            await self.sessions.start()
+        except BaseException:
+            self._socket.close()
+            raise
+        self._serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._serving is not None
+        await self.sessions.stop()
+        self._uvicorn.should_exit = True
+        await asyncio.wait({self._serving})
+        self._socket.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process that uses the server."""
+        yield
+
+
+def serve(
+    backend: str | Backend = "docker",
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    token_file: str | Path | None = None,
+    policy: Policy | None = None,
+    quota: Quota | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve sandboxes until SIGINT or SIGTERM, then remove all of them and return.
+
+    Args:
+        backend: name of the back end, or an instance, in which sandboxes are created.
+        host: the address to listen on; other addresses than loopback need a certificate.
+        port: the port; 0 chooses a free one.
+        token_file: a file that contains the token; by default the token is looked up as in ``find_token``, and created
+            in this user's runtime directory if there is none.
+        policy: what a client may request.
+        quota: what all clients together may use.
+        certificate: path of a TLS certificate.
+        key: path of the key of the certificate.
+        announce: called with the URL once the server accepts requests.
+
+    Raises:
+        ConfigError: the address, the token or the name of the back end is not usable.
+        EngineUnavailable: the back end cannot be started.
+    """
+    token = find_token(token_file, make=True)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        chosen = backend_named(backend)
+        async with SandboxServer(
+            chosen, token=token, host=host, port=port, policy=policy, quota=quota, certificate=certificate, key=key
+        ) as server:
+            announce(server.url)
+            await stop.wait()
+
+    asyncio.run(main())

@@ -1,0 +1,64 @@
+"""Find the token of a sandbox server, on either side.
+
+Invariant: a token comes from a file that only its owner can read or from the environment, never from a command line,
+and is long enough that it cannot be guessed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from agentkit.atomic_file import write_atomically
+from agentkit.errors import ConfigError
+from agentkit.sandboxes import paths
+
+PORT = 8765
+TOKEN = "AGENTKIT_SANDBOX_TOKEN"
+TOKEN_FILE = "AGENTKIT_SANDBOX_TOKEN_FILE"
+_MIN_LENGTH = 20
+
+
+def find_token(file: str | Path | None = None, *, make: bool = False) -> str:
+    """Return the token of the sandbox server.
+
+    The first of these is used: ``file``, ``$AGENTKIT_SANDBOX_TOKEN``, the file ``$AGENTKIT_SANDBOX_TOKEN_FILE``, the
+    file ``server-token`` in this user's runtime directory.
+
+    Args:
+        file: a file that contains the token.
+        make: create the file in the runtime directory if it is the one to use and does not exist.
+
+    Raises:
+        ConfigError: there is no token, it is too short, or others can read its file.
+    """
+    if file is None and (token := os.environ.get(TOKEN)):
+        return _checked(token, TOKEN)
+    default = paths.runtime_root() / "server-token"
+    path = Path(file or os.environ.get(TOKEN_FILE) or default)
+    if make and path == default and not path.exists():
+        write_atomically(path, secrets.token_urlsafe(32), mode=0o600)
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise ConfigError(f"other users can read the token file {path}; chmod 600 it and change the token")
+        return _checked(path.read_text(), str(path))
+    except OSError as error:
+        raise ConfigError(f"no token: {path}: {error.strerror}; set {TOKEN} or {TOKEN_FILE}") from None
+
+
+def _checked(text: str, origin: str) -> str:
+    token = text.strip()
+    if len(token) < _MIN_LENGTH or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"the token in {origin} must have at least {_MIN_LENGTH} printable ASCII characters")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach ``host``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,414 @@
+"""State of a sandbox server: the sandboxes of its clients, their channels and snapshots, and when each expires.
+
+Invariant: clients reach only sandboxes that were created through this server. A sandbox is removed at the latest when
+its time to live ends, when all its clients have been disconnected for ``Quota.disconnected_seconds``, or when the
+server stops. A snapshot is removed when its client has been disconnected for that time and no sandbox made from it is
+left. If the server dies, the reaper removes them. Sandboxes in creation count against the quota.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agentkit.errors import QuotaExceeded, SandboxError, SandboxLost
+from agentkit.sandboxes import paths
+from agentkit.sandboxes.backend import Backend, Channel
+from agentkit.sandboxes.reaper.registration import Registration
+from agentkit.sandboxes.server.policy import Policy, Quota, permitted
+from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
+from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.tasks import begin, loop_time
+from agentkit.sandboxes.types import Observed, Snapshot
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_RECENT = 10_000
+"""Closed channels, cancelled calls and removed sandboxes that are remembered."""
+_QUEUE_LINES = 1000
+"""Lines that may wait for a client; a client that falls further behind has to reconnect."""
+_STOP_SECONDS = 30.0
+
+
+@dataclass(eq=False)
+class SandboxSession:
+    """A sandbox of a client."""
+
+    id: str
+    spec: SandboxSpec
+    registration: Registration
+    last_contact: float
+    key: str = ""
+    """The key of the sandbox's channel; empty while the sandbox is created."""
+    clients: set[str] = field(default_factory=set)
+    deadline: float | None = None
+    expiring: bool = False
+
+
+@dataclass(eq=False)
+class StoredSnapshot:
+    """A snapshot of a client; ``snapshot`` is None while it is taken."""
+
+    client: str
+    last_contact: float
+    snapshot: Snapshot | None = None
+
+
+class _Recent(OrderedDict[str, str]):
+    """The most recent ``_RECENT`` items."""
+
+    def __setitem__(self, key: str, value: str) -> None:
+        super().__setitem__(key, value)
+        if len(self) > _RECENT:
+            self.popitem(last=False)
+
+
+class SandboxSessions:
+    """The sandboxes of all clients. It is used in one event loop, between ``start`` and ``stop``."""
+
+    def __init__(self, backend: Backend, policy: Policy, quota: Quota) -> None:
+        self.boot = secrets.token_hex(8)
+        """Identifies this run of the server."""
+        self.backend = backend
+        self.policy = policy
+        self.quota = quota
+        self._sessions: dict[str, SandboxSession] = {}
+        self._channels: dict[str, tuple[str, Channel]] = {}
+        self._closed_channels = _Recent()
+        self._removed = _Recent()
+        self._cancelled_calls = _Recent()
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._snapshots: dict[str, StoredSnapshot] = {}
+        self._subscribers: dict[asyncio.Queue[bytes | None], str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._buffered = 0
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Start the back end and the background tasks. Raises ``EngineUnavailable``."""
+        await self.backend.start()
+        self.background(self._expire_sessions())
+        self.background(self._forward_events())
+
+    async def stop(self) -> None:
+        """Remove everything within 30 s; the reaper removes the rest."""
+        self._stopping = True
+        for queue in self._subscribers:
+            _offer(queue, None)
+        tasks = [*self._calls.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_SECONDS / 3)
+        removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
+        removals += [asyncio.ensure_future(self.discard(id)) for id in list(self._snapshots)]
+        if removals:
+            _, late = await asyncio.wait(removals, timeout=_STOP_SECONDS / 2)
+            for task in late:
+                task.cancel()
+        await self.backend.close()
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run ``work`` to its end and log its failure."""
+        begin(work, self._tasks, _log_failure)
+
+    # Calls
+
+    async def run(self, call: str, work: Coroutine[Any, Any, T], disconnected: Awaitable[Any] | None) -> T:
+        """Run ``work``, and cancel it when the client cancels ``call`` or disconnects.
+
+        Args:
+            call: the id of the call.
+            work: the call.
+            disconnected: ends when the client disconnects; None if ``work`` continues in that case.
+        """
+        if self._stopping or call in self._cancelled_calls:
+            work.close()
+            raise SandboxError("the call was cancelled")
+        task = self._calls[call] = asyncio.ensure_future(work)
+        watch = None if disconnected is None else asyncio.ensure_future(disconnected)
+        try:
+            await asyncio.wait({task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if watch is not None:
+                watch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            del self._calls[call]
+        if task.cancelled():
+            raise SandboxError("the call was cancelled")
+        return task.result()
+
+    async def cancel(self, call: str) -> None:
+        """Cancel a call, which may arrive later, and return when it has ended."""
+        self._cancelled_calls[call] = ""
+        if task := self._calls.get(call):
+            task.cancel()
+            await asyncio.wait({task}, timeout=_STOP_SECONDS)
+
+    @contextlib.contextmanager
+    def buffered(self, size: int) -> Iterator[None]:
+        """Count a response against the quota while its client reads it. Raises ``QuotaExceeded``."""
+        if self._buffered and self._buffered + size > self.quota.responses:
+            error = QuotaExceeded(f"responses of {self._buffered} bytes are not read yet; read them faster")
+            error.side_effects = "maybe"
+            raise error
+        self._buffered += size
+        try:
+            yield
+        finally:
+            self._buffered -= size
+
+    # Sandboxes
+
+    async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str], client: str) -> SandboxSession:
+        """Create a sandbox. Raises the errors of ``permitted`` and ``Backend.create``."""
+        if not paths.is_id(id):
+            raise SandboxError(f"{id!r} is not a sandbox id: ak- and 16 hexadecimal digits")
+        snapshot = self._snapshot_of(spec)
+        allowed = permitted(self.policy, spec, check_image=snapshot is None)
+        if snapshot is not None:
+            allowed = allowed.model_copy(update={"image": snapshot.image})
+        self.backend.check(allowed)
+        if id in self._sessions:
+            raise SandboxError(f"sandbox {id} already exists")
+        if len(self._sessions) >= self.quota.sandboxes:
+            raise QuotaExceeded(f"this server already has its {self.quota.sandboxes} sandboxes")
+        session = self._sessions[id] = SandboxSession(id, spec, Registration(id, spec, self.backend), loop_time())
+        try:
+            channel = await self.backend.create(id, allowed, {**labels, **await session.registration.register()})
+        except BaseException:
+            self._forget(session)
+            self.background(session.registration.unregister())
+            raise
+        if self._sessions.get(id) is not session:
+            self.background(self.backend.remove(id))
+            raise SandboxLost(f"sandbox {id} was removed during its creation", reason="removed")
+        if spec.ttl is not None:  # for a client that ends before it sets the time to live with ``extend``
+            session.deadline = loop_time() + spec.start_timeout + spec.ttl
+        self._set_channel(session, channel, client)
+        self._send_load()
+        return session
+
+    async def attach(self, id: str, client: str) -> SandboxSession:
+        session = self.session(id)
+        if session.key not in self._channels:
+            self._set_channel(session, (await self.backend.attach(id))[1], client)
+        session.clients.add(client)
+        return session
+
+    async def restart(self, id: str, client: str) -> SandboxSession:
+        session = self.session(id)
+        old = self._channels.get(session.key)
+        channel = await self.backend.restart(id)
+        if old is not None:
+            await old[1].close()
+        self._set_channel(session, channel, client)
+        return session
+
+    async def remove(self, id: str) -> None:
+        session = self._sessions.get(id)
+        if session is None:
+            return
+        self._close_channel(session.key, "removed")
+        await self.backend.remove(id)
+        await session.registration.unregister()
+        self._forget(session)
+        self._send_load()
+
+    async def extend(self, id: str, ttl: float | None) -> None:
+        session = self.session(id)
+        await session.registration.extend(ttl)
+        session.deadline = None if ttl is None else loop_time() + ttl
+
+    async def inspect(self, id: str) -> Observed:
+        return await self.backend.inspect(id) if id in self._sessions else Observed(id, "absent", {})
+
+    async def list(self, labels: Mapping[str, str]) -> list[Observed]:
+        return [observed for observed in await self.backend.list(labels) if observed.id in self._sessions]
+
+    def session(self, id: str) -> SandboxSession:
+        """Return a sandbox and note that its client is connected. Raises ``SandboxLost``."""
+        session = self._sessions.get(id)
+        if session is None:
+            raise SandboxLost(f"this server has no sandbox {id}", reason="removed")
+        session.last_contact = loop_time()
+        return session
+
+    def channel(self, key: str) -> Channel:
+        """Return an open channel. Raises ``SandboxLost``."""
+        if key not in self._channels:
+            reason = self._closed_channels.get(key, "engine_down")
+            raise SandboxLost(f"the connection to the sandbox is lost: {reason}", reason=reason)
+        id, channel = self._channels[key]
+        self.session(id)
+        return channel
+
+    def describe(self, session: SandboxSession) -> bytes:
+        """Encode the data that a client needs to use a sandbox."""
+        isolation = self._channels[session.key][1].isolation if session.key in self._channels else ""
+        spec = session.spec.model_dump(mode="json")
+        return pack_json({"channel": session.key, "isolation": isolation, "spec": spec})
+
+    # Snapshots
+
+    async def snapshot(self, id: str, client: str) -> Snapshot:
+        if len(self._snapshots) >= self.quota.snapshots:
+            raise QuotaExceeded(f"this server already has its {self.quota.snapshots} snapshots")
+        self.session(id)
+        name = paths.new_id()
+        stored = self._snapshots[name] = StoredSnapshot(client, loop_time())
+        try:
+            stored.snapshot = await self.backend.snapshot(id, name)
+        finally:
+            stored.last_contact = loop_time()
+            if stored.snapshot is None:
+                del self._snapshots[name]
+        # The client gets a name only: no path and no image of the server.
+        return Snapshot(name, "remote", f"{SNAPSHOT_IMAGE}/{self.boot}/{name}", None)
+
+    async def restore(self, id: str, name: str) -> None:
+        await self.backend.restore(self.session(id).id, self._stored(name, self._snapshots.get(name)))
+
+    async def discard(self, name: str) -> None:
+        stored = self._snapshots.get(name)
+        if stored is not None and stored.snapshot is not None:
+            await self.backend.discard(stored.snapshot)
+            self._snapshots.pop(name, None)
+
+    def _snapshot_of(self, spec: SandboxSpec) -> Snapshot | None:
+        """Return the snapshot from which ``spec`` is created; None if ``spec`` names an ordinary image."""
+        kind, _, rest = spec.image.partition("/")
+        if kind != SNAPSHOT_IMAGE:
+            return None
+        boot, _, name = rest.partition("/")
+        return self._stored(spec.image, self._snapshots.get(name) if boot == self.boot else None)
+
+    def _stored(self, name: str, stored: StoredSnapshot | None) -> Snapshot:
+        if stored is None or stored.snapshot is None:
+            raise SandboxError(f"this server has no snapshot {name}; it may have been discarded")
+        return stored.snapshot
+
+    # Event streams
+
+    def subscribe(self, client: str, keys: list[str]) -> asyncio.Queue[bytes | None]:
+        """Return a queue of lines for a client, ended by None. ``keys``: channels that the client has open."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
+        self._subscribers[queue] = client
+        _offer(queue, _line(hello=self.boot, load=self._load, body=self.quota.body))
+        lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if key not in self._channels}
+        _offer(queue, _line(lost=lost))
+        return queue
+
+    def unsubscribe(self, queue: asyncio.Queue[bytes | None]) -> None:
+        client = self._subscribers.pop(queue, None)
+        for session in self._sessions.values():
+            if client in session.clients:
+                session.last_contact = loop_time()
+
+    @property
+    def _load(self) -> tuple[int, int]:
+        return len(self._sessions), self.quota.sandboxes
+
+    def _send_load(self) -> None:
+        self._broadcast(load=self._load)
+
+    def _broadcast(self, **fields: Any) -> None:
+        for queue in self._subscribers:
+            _offer(queue, _line(**fields))
+
+    async def _forward_events(self) -> None:
+        pause = 0.1
+        while True:
+            try:
+                async for event in self.backend.events():
+                    pause = 0.1
+                    if event.id in self._sessions or event.id in self._removed:
+                        self._broadcast(event=event)
+            except SandboxError as error:
+                _log.warning("the event stream of the back end ended: %s", error)
+            self._broadcast(engine="silent")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    # Bookkeeping
+
+    def _forget(self, session: SandboxSession) -> None:
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+            self._removed[session.id] = ""
+
+    def _set_channel(self, session: SandboxSession, channel: Channel, client: str) -> None:
+        key = session.key = secrets.token_hex(16)
+        self._channels[key] = (session.id, channel)
+        session.clients.add(client)
+        channel.lost.add_done_callback(
+            lambda lost: self._close_channel(key, "closed" if lost.cancelled() else lost.result())
+        )
+
+    def _close_channel(self, key: str, reason: str) -> None:
+        if self._channels.pop(key, None) is not None:
+            self._closed_channels[key] = reason
+            self._broadcast(lost={key: reason})
+
+    async def _expire_sessions(self) -> None:
+        """Send heartbeats and remove expired sandboxes and snapshots, until cancelled."""
+        while True:
+            self._send_load()
+            connected, now = set(self._subscribers.values()), loop_time()
+            for session in list(self._sessions.values()):
+                if session.clients & connected:
+                    session.last_contact = now
+                late = session.deadline is not None and session.deadline <= now
+                if session.key and not session.expiring and (late or self._abandoned(session.last_contact)):
+                    session.expiring = True
+                    self.background(self._expire(session))
+            self._expire_snapshots(connected)
+            await asyncio.sleep(min(HEARTBEAT_SECONDS, self.quota.disconnected_seconds / 4))
+
+    async def _expire(self, session: SandboxSession) -> None:
+        _log.info("removing sandbox %s: its time to live ended, or its clients are gone", session.id)
+        try:
+            await asyncio.wait_for(self.remove(session.id), _STOP_SECONDS)
+        finally:
+            session.expiring = False
+
+    def _expire_snapshots(self, connected: set[str]) -> None:
+        used = {session.spec.image for session in self._sessions.values()}
+        for name, stored in list(self._snapshots.items()):
+            if stored.client in connected or f"{SNAPSHOT_IMAGE}/{self.boot}/{name}" in used:
+                stored.last_contact = loop_time()
+            elif stored.snapshot is not None and self._abandoned(stored.last_contact):
+                stored.last_contact = loop_time()  # a failed removal is retried after the same time
+                _log.info("removing snapshot %s: its client is gone", name)
+                self.background(self.discard(name))
+
+    def _abandoned(self, last_contact: float) -> bool:
+        return last_contact + self.quota.disconnected_seconds <= loop_time()
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        _log.warning("background task failed: %s: %s", type(error).__name__, error)
+
+
+def _offer(queue: asyncio.Queue[bytes | None], line: bytes | None) -> None:
+    """Queue a line. If the client is too far behind, end its stream instead, because its state is out of date."""
+    if queue.qsize() >= _QUEUE_LINES - 1:
+        while not queue.empty():
+            queue.get_nowait()
+        line = None
+    queue.put_nowait(line)
+
+
+def _line(**fields: Any) -> bytes:
+    return pack_json(fields) + b"\n"

@@ -1,0 +1,1 @@
+"""Tools for testing back ends and code that uses sandboxes."""
