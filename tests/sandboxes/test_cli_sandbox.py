@@ -18,7 +18,7 @@ import pytest
 from local_harness import left_of, runtime_directory
 from owner_harness import PATIENCE, OwnerProcess, owner, until
 
-from agentkit.cli import sandbox
+from agentkit.cli.sandbox import serve
 from agentkit.errors import ConfigError
 from agentkit.sandboxes.backends.local.state import log_path
 
@@ -244,7 +244,7 @@ def test_rules_of_a_server_are_checked(tmp_path: Path, text: str | None, complai
     if text is not None:
         rules.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        sandbox._policy(rules)
+        serve._policy(rules)
 
 
 @pytest.mark.slow
