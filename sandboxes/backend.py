@@ -196,6 +196,11 @@ class Backend(abc.ABC):
     async def close(self) -> None:
         """Disconnect from the engine; sandboxes continue. May be called twice."""
 
+    @property
+    def storage(self) -> str:
+        """A path on the disk of this machine that sandboxes and images fill."""
+        return "/"
+
     @abc.abstractmethod
     def check(self, spec: SandboxSpec) -> None:
         """Raise ``UnsupportedFeature`` if this back end cannot provide what ``spec`` asks for."""

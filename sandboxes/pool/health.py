@@ -7,7 +7,6 @@ set aside at a time, so that a wrong decision never empties a pool.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,6 +71,11 @@ class HealthPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is a share, between 0 and 1")
 
     @property
+    def watermarks(self) -> Mapping[str, float]:
+        """The limits for ``pressure``. A busy processor delays sandboxes but breaks none, so it has no limit."""
+        return {"memory": self.watermark, "disk": self.watermark}
+
+    @property
     def detection(self) -> float:
         """Longest time in seconds until a hung sandbox is detected."""
         return self.ping_interval + self.ping_failures * self.ping_timeout
@@ -79,22 +83,39 @@ class HealthPolicy:
 
 @dataclass(frozen=True)
 class HostUsage:
-    """Shares of a host's memory and disk that are in use, between 0 and 1."""
+    """Shares of a host's memory, disk and processors that are in use, between 0 and 1."""
 
     memory: float
     disk: float
+    cpu: float = 0.0
 
 
 def local_host(path: str = "/") -> HostUsage:
-    """Measure this machine: memory that cannot be freed, and the disk that contains ``path``."""
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(path)
-    return HostUsage(memory=1 - memory.available / memory.total, disk=disk.used / disk.total)
+    """Measure this machine.
+
+    Args:
+        path: a path on the disk to measure.
+
+    Returns:
+        The memory that cannot be freed, the space of the disk that users cannot use, and the time of the processors
+        since the previous call in this process.
+    """
+    memory, disk = psutil.virtual_memory(), psutil.disk_usage(path)
+    return HostUsage(
+        memory=1 - memory.available / memory.total, disk=disk.percent / 100, cpu=psutil.cpu_percent() / 100
+    )
 
 
-def pressure(usage: HostUsage, policy: HealthPolicy, *, already: bool) -> str | None:
-    """Return why nothing more should be created, or None. Pressure ends 5 % below the watermark."""
-    limit = policy.watermark - (0.05 if already else 0.0)
-    for name, share in (("memory", usage.memory), ("disk", usage.disk)):
+def pressure(usage: HostUsage, watermarks: Mapping[str, float], *, already: bool) -> str | None:
+    """Return why nothing more should be created, or None.
+
+    Args:
+        usage: the measured shares.
+        watermarks: shares by field of ``HostUsage`` from which a host is under pressure.
+        already: whether it is under pressure now, which ends 5 % below the watermark.
+    """
+    for name, watermark in watermarks.items():
+        share, limit = getattr(usage, name), watermark - (0.05 if already else 0.0)
         if share >= limit:
             return f"{share:.0%} of the host's {name} is in use, the limit is {limit:.0%}"
     return None

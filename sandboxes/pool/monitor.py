@@ -101,7 +101,7 @@ class HealthMonitor:
 
     def _measure_host(self) -> None:
         if self._host is not None:
-            reason = pressure(self._host(), self._policy, already=self._pressed)
+            reason = pressure(self._host(), self._policy.watermarks, already=self._pressed)
             self._pressed = reason is not None
             self._scheduler.set_pressure(reason)
 

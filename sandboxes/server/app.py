@@ -28,9 +28,12 @@ from agentkit.sandboxes.agent import protocol
 from agentkit.sandboxes.agent.protocol import Kind
 from agentkit.sandboxes.backend import Backend, Channel, Process
 from agentkit.sandboxes.backends import backend as backend_named
+from agentkit.sandboxes.pool.health import HostUsage, local_host
 from agentkit.sandboxes.server.admission import AdmissionControl, Message, Receive, Send, http_protocol
 from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
-from agentkit.sandboxes.server.policy import Policy, Quota, check_amount
+from agentkit.sandboxes.server.config import ServerConfig, read_config
+from agentkit.sandboxes.server.host import Host
+from agentkit.sandboxes.server.policy import check_amount
 from agentkit.sandboxes.server.protocol import (
     CALL_HEADER,
     CLIENT_HEADER,
@@ -123,6 +126,10 @@ class SandboxApp:
                 return _Stream(_lines(queue), lambda: self._sessions.unsubscribe(queue))
             case "POST", "list":
                 return pack_json(await self._sessions.list(unpack(dict[str, str], call.body)))
+            case "GET", "status":
+                return pack_json(self._sessions.status())
+            case "POST", "drain":
+                self._sessions.drain(unpack(bool, call.body))
             case "DELETE", "calls", name:
                 await self._sessions.cancel(name)
             case "DELETE", "snapshots", name:
@@ -333,10 +340,10 @@ class SandboxServer:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        policy: Policy | None = None,
-        quota: Quota | None = None,
+        config: ServerConfig | None = None,
         certificate: str | Path | None = None,
         key: str | Path | None = None,
+        measure: Callable[[], HostUsage] | None = None,
     ) -> None:
         """Bind the address.
 
@@ -345,10 +352,10 @@ class SandboxServer:
             token: the token that clients must send.
             host: the address to listen on.
             port: the port; 0 chooses a free one.
-            policy: what a client may request.
-            quota: what all clients together may use.
+            config: what clients may do; by default nothing that weakens a sandbox.
             certificate: path of a TLS certificate.
             key: path of the key of the certificate.
+            measure: returns the use of this machine; by default it is measured.
 
         Raises:
             ConfigError: the address is in use, or other machines can reach it and there is no certificate and key.
@@ -358,8 +365,9 @@ class SandboxServer:
             raise ConfigError(
                 f"{host} can be reached from other machines: give a TLS certificate and its key, or listen on 127.0.0.1"
             )
-        quota = quota or Quota()
-        self.sessions = SandboxSessions(backend, policy or Policy(), quota)
+        config = config or ServerConfig()
+        host_state = Host(config.watermarks.shares(), measure or (lambda: local_host(backend.storage)))
+        self.sessions = SandboxSessions(backend, host_state, config.policy, config.quota)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family)
@@ -372,15 +380,15 @@ class SandboxServer:
         self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                AdmissionControl(SandboxApp(self.sessions), token, quota),  # pyright: ignore[reportArgumentType]
-                http=http_protocol(quota.header_seconds),
+                AdmissionControl(SandboxApp(self.sessions), token, config.quota),  # pyright: ignore[reportArgumentType]
+                http=http_protocol(config.quota.header_seconds),
                 ws="none",
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=2 * quota.requests,
+                limit_concurrency=2 * config.quota.requests,
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=_STOP_SECONDS,
                 ssl_certfile=certificate,
@@ -419,8 +427,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = PORT,
     token_file: str | Path | None = None,
-    policy: Policy | None = None,
-    quota: Quota | None = None,
+    config: str | Path | None = None,
     certificate: str | Path | None = None,
     key: str | Path | None = None,
     announce: Callable[[str], None] = print,
@@ -433,17 +440,17 @@ def serve(
         port: the port; 0 chooses a free one.
         token_file: a file that contains the token; by default the token is looked up as in ``find_token``, and created
             in this user's runtime directory if there is none.
-        policy: what a client may request.
-        quota: what all clients together may use.
+        config: a file of a ``ServerConfig``, in YAML.
         certificate: path of a TLS certificate.
         key: path of the key of the certificate.
         announce: called with the URL once the server accepts requests.
 
     Raises:
-        ConfigError: the address, the token or the name of the back end is not usable.
+        ConfigError: the address, the token, the configuration or the name of the back end is not usable.
         EngineUnavailable: the back end cannot be started.
     """
     token = find_token(token_file, make=True)
+    rules = ServerConfig() if config is None else read_config(config)
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -451,7 +458,7 @@ def serve(
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         chosen = backend_named(backend)
         async with SandboxServer(
-            chosen, token=token, host=host, port=port, policy=policy, quota=quota, certificate=certificate, key=key
+            chosen, token=token, host=host, port=port, config=rules, certificate=certificate, key=key
         ) as server:
             announce(server.url)
             await stop.wait()

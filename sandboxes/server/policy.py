@@ -53,6 +53,21 @@ class Policy(Spec):
     """Largest file that one call may read, in bytes; it is streamed."""
 
 
+class Watermarks(Spec):
+    """Shares of the server's machine in use from which it creates no more sandboxes, until 5 % less are in use."""
+
+    memory: float = Field(default=0.9, gt=0, le=1)
+    """Memory that cannot be freed."""
+    disk: float = Field(default=0.9, gt=0, le=1)
+    """Space on the disk of the engine's data."""
+    cpu: float | None = Field(default=None, gt=0, le=1)
+    """Processors, averaged over about ten seconds. None: no limit, because busy processors only delay sandboxes."""
+
+    def shares(self) -> dict[str, float]:
+        """Return the limits by name."""
+        return self.model_dump(exclude_none=True)
+
+
 class Quota(Spec):
     """Limits that all clients of a sandbox server share."""
 

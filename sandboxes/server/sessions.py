@@ -21,6 +21,7 @@ from agentkit.errors import QuotaExceeded, SandboxError, SandboxLost
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.reaper.registration import Registration
+from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.policy import Policy, Quota, permitted
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
 from agentkit.sandboxes.spec import SandboxSpec
@@ -74,10 +75,11 @@ class _Recent(OrderedDict[str, str]):
 class SandboxSessions:
     """The sandboxes of all clients. It is used in one event loop, between ``start`` and ``stop``."""
 
-    def __init__(self, backend: Backend, policy: Policy, quota: Quota) -> None:
+    def __init__(self, backend: Backend, host: Host, policy: Policy, quota: Quota) -> None:
         self.boot = secrets.token_hex(8)
         """Identifies this run of the server."""
         self.backend = backend
+        self.host = host
         self.policy = policy
         self.quota = quota
         self._sessions: dict[str, SandboxSession] = {}
@@ -181,6 +183,7 @@ class SandboxSessions:
         self.backend.check(allowed)
         if id in self._sessions:
             raise SandboxError(f"sandbox {id} already exists")
+        self.host.check()
         if len(self._sessions) >= self.quota.sandboxes:
             raise QuotaExceeded(f"this server already has its {self.quota.sandboxes} sandboxes")
         session = self._sessions[id] = SandboxSession(id, spec, Registration(id, spec, self.backend), loop_time())
@@ -196,7 +199,7 @@ class SandboxSessions:
         if spec.ttl is not None:  # for a client that ends before it sets the time to live with ``extend``
             session.deadline = loop_time() + spec.start_timeout + spec.ttl
         self._set_channel(session, channel, client)
-        self._send_load()
+        self._send_state()
         return session
 
     async def attach(self, id: str, client: str) -> SandboxSession:
@@ -223,7 +226,7 @@ class SandboxSessions:
         await self.backend.remove(id)
         await session.registration.unregister()
         self._forget(session)
-        self._send_load()
+        self._send_state()
 
     async def extend(self, id: str, ttl: float | None) -> None:
         session = self.session(id)
@@ -304,7 +307,7 @@ class SandboxSessions:
         """Return a queue of lines for a client, ended by None. ``keys``: channels that the client has open."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
         self._subscribers[queue] = client
-        _offer(queue, _line(hello=self.boot, load=self._load, body=self.quota.body))
+        _offer(queue, _line(hello=self.boot, body=self.quota.body, **self._state))
         lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if key not in self._channels}
         _offer(queue, _line(lost=lost))
         return queue
@@ -316,11 +319,11 @@ class SandboxSessions:
                 session.last_contact = loop_time()
 
     @property
-    def _load(self) -> tuple[int, int]:
-        return len(self._sessions), self.quota.sandboxes
+    def _state(self) -> Mapping[str, Any]:
+        return {"load": (len(self._sessions), self.quota.sandboxes), "host": self.host.describe()}
 
-    def _send_load(self) -> None:
-        self._broadcast(load=self._load)
+    def _send_state(self) -> None:
+        self._broadcast(**self._state)
 
     def _broadcast(self, **fields: Any) -> None:
         for queue in self._subscribers:
@@ -339,6 +342,17 @@ class SandboxSessions:
             self._broadcast(engine="silent")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
+
+    # Operation
+
+    def drain(self, draining: bool) -> None:
+        """Refuse new sandboxes, or accept them again; existing ones continue."""
+        self.host.draining = draining
+        self._send_state()
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the state of the server as plain data."""
+        return self._state
 
     # Bookkeeping
 
@@ -363,7 +377,8 @@ class SandboxSessions:
     async def _expire_sessions(self) -> None:
         """Send heartbeats and remove expired sandboxes and snapshots, until cancelled."""
         while True:
-            self._send_load()
+            self.host.update()
+            self._send_state()
             connected, now = set(self._subscribers.values()), loop_time()
             for session in list(self._sessions.values()):
                 if session.clients & connected:

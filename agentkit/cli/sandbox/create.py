@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentkit.cli.sandbox.settings import pairs, read_yaml, validated
+from agentkit.cli.sandbox.settings import pairs, read_yaml, validated_spec
 
 
 def create(
@@ -37,6 +37,6 @@ def create(
         if more:
             known = fields.get(name) or {}
             fields[name] = {**known, **more} if isinstance(known, dict) else known
-    made = validated("SandboxSpec", fields, spec or "the options")
+    made = validated_spec(fields, spec or "the options")
     backends.backend(backend)  # raises ConfigError before a process is started
     typer.echo(owner.start(made, backend))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-
-from agentkit.cli.sandbox.settings import read_yaml, validated
-from agentkit.errors import ConfigError
 
 
 def serve(
@@ -20,12 +17,11 @@ def serve(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate.")] = None,
-    policy: Annotated[Path | None, typer.Option(help="YAML file with `policy` and `quota`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with `policy`, `quota` and `watermarks`.")] = None,
 ) -> None:
     """Serve sandboxes to other machines over HTTP until SIGINT or SIGTERM."""
     from agentkit.sandboxes.server.app import serve as serve_sandboxes
 
-    rules = _policy(policy)
     serve_sandboxes(
         backend,
         host=host,
@@ -33,17 +29,6 @@ def serve(
         token_file=token_file,
         certificate=certificate,
         key=key,
+        config=config,
         announce=lambda url: typer.echo(f"serving {backend} sandboxes at {url}"),
-        **rules,
     )
-
-
-def _policy(path: Path | None) -> dict[str, Any]:
-    """Read the policy and the quota of the server from a file. Raises ``ConfigError``."""
-    if path is None:
-        return {}
-    content = read_yaml(path)
-    if not content.keys() <= {"policy", "quota"}:
-        raise ConfigError(f"{path} may have the keys policy and quota only")
-    kinds = {"policy": "Policy", "quota": "Quota"}
-    return {name: validated(kinds[name], values, path) for name, values in content.items()}

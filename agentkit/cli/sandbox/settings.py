@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentkit.sandboxes.spec import SandboxSpec
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -22,16 +25,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def validated(kind: str, values: object, origin: object) -> Any:
-    """Validate ``values`` as a ``SandboxSpec``, ``Policy`` or ``Quota``. Raises ``ConfigError``."""
+def validated_spec(values: object, origin: object) -> SandboxSpec:
+    """Validate ``values`` as a ``SandboxSpec``. Raises ``ConfigError``."""
     from pydantic import ValidationError
 
-    from agentkit.sandboxes.server.policy import Policy, Quota
     from agentkit.sandboxes.spec import SandboxSpec
 
-    kinds = {"SandboxSpec": SandboxSpec, "Policy": Policy, "Quota": Quota}
     try:
-        return kinds[kind].model_validate_json(json.dumps(values, default=str))
+        return SandboxSpec.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ConfigError(f"{origin}: {problems}") from None

@@ -66,6 +66,11 @@ class DockerBackend(Backend):
         self._images.close()
         self.engine.close()
 
+    @property
+    def storage(self) -> str:
+        directory = self.engine.info.get("DockerRootDir") or "/"
+        return directory if os.path.exists(directory) else "/"
+
     def check(self, spec: SandboxSpec) -> None:
         info = self.engine.info
         options.check(spec, info.get("Runtimes") or {}, int(info.get("NCPU") or os.cpu_count() or 1))

@@ -36,6 +36,7 @@ from agentkit.sandboxes import Mount, Network, Resources, Sandbox, SandboxSpec
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.server.auth import find_token
+from agentkit.sandboxes.server.config import ServerConfig
 from agentkit.sandboxes.server.policy import Policy, Quota, permitted
 from agentkit.sandboxes.server.protocol import ERRORS, pack_arguments, pack_error, unpack_error
 from agentkit.sandboxes.testing.fake import Command, FakeBackend
@@ -65,7 +66,8 @@ COMMANDS = {**simulation.COMMANDS, "append-twice": append_twice, "append-and-say
 @contextlib.asynccontextmanager
 async def served(**options: Any) -> AsyncIterator[tuple[FakeBackend, SandboxServer]]:
     fake = FakeBackend(create_seconds=0.02, call_seconds=0.0, commands=COMMANDS)
-    async with SandboxServer(fake, token=TOKEN, **options) as server:
+    fields = {name: options.pop(name) for name in ("policy", "quota") if name in options}
+    async with SandboxServer(fake, token=TOKEN, config=ServerConfig(**fields), **options) as server:
         yield fake, server
 
 

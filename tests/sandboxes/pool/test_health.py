@@ -75,12 +75,12 @@ def test_ejections_are_capped(rounds, size):
 
 
 def test_pressure_starts_at_the_watermark_and_ends_below_it():
-    assert pressure(HostUsage(0.5, 0.5), POLICY, already=False) is None
-    assert "memory" in (pressure(HostUsage(0.91, 0.5), POLICY, already=False) or "")
-    assert "disk" in (pressure(HostUsage(0.5, 0.99), POLICY, already=False) or "")
-    assert pressure(HostUsage(0.87, 0.5), POLICY, already=False) is None
-    assert pressure(HostUsage(0.87, 0.5), POLICY, already=True) is not None
-    assert pressure(HostUsage(0.84, 0.5), POLICY, already=True) is None
+    assert pressure(HostUsage(0.5, 0.5), POLICY.watermarks, already=False) is None
+    assert "memory" in (pressure(HostUsage(0.91, 0.5), POLICY.watermarks, already=False) or "")
+    assert "disk" in (pressure(HostUsage(0.5, 0.99), POLICY.watermarks, already=False) or "")
+    assert pressure(HostUsage(0.87, 0.5), POLICY.watermarks, already=False) is None
+    assert pressure(HostUsage(0.87, 0.5), POLICY.watermarks, already=True) is not None
+    assert pressure(HostUsage(0.84, 0.5), POLICY.watermarks, already=True) is None
 
 
 def test_local_host_is_measured():
