@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -280,6 +281,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def inspect(self, id: str) -> Observed:
         """Return the state of a sandbox, ``absent`` if it does not exist."""
+
+    def host_of(self, id: str) -> str:
+        """Return the name of the host on which sandbox ``id`` runs or ran: by default this machine's."""
+        return socket.gethostname()
 
     @abc.abstractmethod
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from agentkit.errors import BreakerOpen, PoolExhausted, SandboxError
 from agentkit.sandboxes import ExecResult, Sandbox
 from agentkit.sandboxes.pool.pool import SandboxPool
-from agentkit.sandboxes.recovery.supervisor import Recovery, SupervisedSandbox, Supervisor
+from agentkit.sandboxes.recovery.supervisor import SandboxRecovery, SupervisedSandbox, Supervisor
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class User:
                 await self._rng.choice(jobs)(box)
 
     async def _under_supervision(self) -> None:
-        recovery: Recovery = self._rng.choice(["restart", "replay", "replay", "fail"])
+        recovery: SandboxRecovery = self._rng.choice(["restart", "replay", "replay", "fail"])
         supervisor = Supervisor(
             self._pool, recovery=recovery, replicas=int(recovery == "replay" and self._rng.random() < 0.3)
         )

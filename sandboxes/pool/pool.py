@@ -41,6 +41,11 @@ class Lease:
         self._slot: Slot | None = slot
 
     @property
+    def host(self) -> str:
+        """Name of the host on which the sandbox runs."""
+        return self.box.backend.host_of(self.box.id)
+
+    @property
     def failure(self) -> str:
         """Why the sandbox must not be used any more (lost, hung, slow); empty if the pool knows no reason."""
         return self._slot.failure if self._slot is not None else "released"

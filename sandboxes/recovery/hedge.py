@@ -1,8 +1,9 @@
 """Hedged calls: if a call takes longer than nearly all before it, start a second one and use the first success.
 
-Invariant: only for operations that may run twice (creating, resetting, reading, verifying), never for commands with
-effects. There is at most one extra call each, and extra calls for at most ``budget`` of all calls, so that an
-overloaded engine is not loaded further. The result of the slower call is discarded, and no call is left running.
+Invariant: only for operations that may run twice (creating, resetting, reading, verifying, and stepping a copy of a
+deterministic environment), never for commands with effects. There is at most one extra call each, and extra calls for
+at most ``budget`` of all calls, so that an overloaded engine is not loaded further. The result of the slower call is
+discarded, and no call is left running.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from agentkit.errors import ConfigError
 from agentkit.sandboxes.arguments import check_choice
+from agentkit.sandboxes.recovery.record import RecoveryLog
 from agentkit.sandboxes.tasks import loop_time, tracked
 
 T = TypeVar("T")
-Operation = Literal["create", "reset", "read", "verify"]
+Operation = Literal["create", "reset", "step", "read", "verify"]
 Quantile = Literal["p50", "p90", "p95", "p99"]
-_OPERATIONS: frozenset[str] = frozenset({"create", "reset", "read", "verify"})
+_OPERATIONS: frozenset[str] = frozenset(get_args(Operation))
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Hedge:
         after: when the second call starts: a quantile of past durations of the operation (used once 20 are known), or
             seconds.
         budget: largest share of calls that are hedged, above 0 and at most 1.
+        least: smallest delay in seconds, where a second call itself takes time.
+        log: where hedged calls are counted as well.
 
     Attributes:
         counts: number of calls, hedged calls, and calls that the second one won.
@@ -56,7 +60,14 @@ class Hedge:
         ConfigError: ``after`` or ``budget`` is out of range.
     """
 
-    def __init__(self, after: float | Quantile = "p95", budget: float = 0.05) -> None:
+    def __init__(
+        self,
+        after: float | Quantile = "p95",
+        budget: float = 0.05,
+        *,
+        least: float = 0.0,
+        log: RecoveryLog | None = None,
+    ) -> None:
         if isinstance(after, str):
             check_choice("after", after, Quantile)
         elif not after >= 0:
@@ -64,7 +75,8 @@ class Hedge:
         if not 0 < budget <= 1:
             raise ConfigError(f"budget={budget} of a hedge must be above 0 and at most 1")
         self._after = after
-        self._budget = budget
+        self._budget, self._least = budget, least
+        self._log = log or RecoveryLog()
         self._credit = 0.0
         self._durations: dict[str, deque[float]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
@@ -77,10 +89,12 @@ class Hedge:
             operation: the operation of the call.
         """
         if not isinstance(self._after, str):
-            return self._after
+            return max(self._least, self._after)
         known = sorted(self._durations.get(operation, ()))
         # Fewer durations show no quantile. If all are nearly equal, a little more is not rare either.
-        return 1.1 * known[int(len(known) * int(self._after[1:]) / 100)] if len(known) >= 20 else None
+        if len(known) < 20:
+            return None
+        return max(self._least, 1.1 * known[int(len(known) * int(self._after[1:]) / 100)])
 
     async def run(
         self,
@@ -112,13 +126,16 @@ class Hedge:
             if not attempts[0].task.done() and self._credit >= 1.0 - 1e-9 and may():
                 self._credit = 0.0
                 self.counts.hedged += 1
+                self._log.hedged[operation] += 1
                 attempts.append(_start(attempt))
             winner = await _first_success(attempts)
         except BaseException:
             # If the caller is cancelled again, the cleaning continues and ``close`` waits for it.
             await asyncio.shield(self._clean(attempts, discard))
             raise
-        self.counts.won += attempts.index(winner) == 1
+        if attempts.index(winner) == 1:
+            self.counts.won += 1
+            self._log.won[operation] += 1
         # The slower call would have taken at least this long. Without it the quantile would shrink further and further.
         now = loop_time()
         self._durations.setdefault(operation, deque(maxlen=200)).extend(now - attempt.began for attempt in attempts)

@@ -46,6 +46,8 @@ class ActionLog(Generic[Target]):
     def __init__(self, describe: Callable[[Any], bytes], limit: int = LOG_LIMIT) -> None:
         self.unreplayable: str | None = None
         """Why the actions cannot be repeated; None if they can."""
+        self.epoch = 0
+        """Number of calls of ``clear``."""
         self._describe, self._limit = describe, limit
         self._actions: list[Action[Target]] = []
         self._size = 0
@@ -70,6 +72,7 @@ class ActionLog(Generic[Target]):
         """Start again, from a new target or a checkpoint."""
         self._actions.clear()
         self._size, self.unreplayable = 0, None
+        self.epoch += 1
 
     async def repeat(self, index: int, target: Target) -> None:
         """Repeat one action. Raises ``Diverged`` if its result differs, and any error of the action."""
@@ -78,9 +81,11 @@ class ActionLog(Generic[Target]):
             raise Diverged(index, action.name)
 
     async def repeat_all(self, target: Target) -> None:
-        """Repeat all actions in order. Raises like ``repeat``."""
-        for index in range(len(self._actions)):
+        """Repeat all actions in order, until the log is cleared. Raises like ``repeat``."""
+        index = 0
+        while index < len(self._actions):
             await self.repeat(index, target)
+            index += 1
 
     def _digest(self, result: Any) -> str:
         return hashlib.sha256(self._describe(result)).hexdigest()

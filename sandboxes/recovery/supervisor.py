@@ -14,22 +14,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from agentkit.errors import ConfigError, EngineUnavailable, SandboxError, SandboxLost
+from agentkit.errors import AgentkitError, ConfigError, EngineUnavailable, SandboxError, SandboxLost
 from agentkit.sandboxes.arguments import check_choice
-from agentkit.sandboxes.backoff import Backoff, RestartLimit
+from agentkit.sandboxes.backoff import RestartLimit
 from agentkit.sandboxes.pool.pool import Lease, SandboxPool
 from agentkit.sandboxes.recovery.hedge import first_healthy
-from agentkit.sandboxes.recovery.replay import ActionLog, Diverged
-from agentkit.sandboxes.recovery.standby import Standbys
+from agentkit.sandboxes.recovery.record import Means, RecoveryLog
+from agentkit.sandboxes.recovery.replay import Diverged
+from agentkit.sandboxes.recovery.supervision import GivenUp, Supervised
 from agentkit.sandboxes.sandbox import Sandbox
-from agentkit.sandboxes.tasks import finished, stopped
+from agentkit.sandboxes.tasks import finished
 from agentkit.sandboxes.types import ExecResult, Snapshot
 
 T = TypeVar("T")
 
 RESTORE_TIMEOUT = 60.0
 """Seconds that the engine gets to restore the files of a snapshot."""
-Recovery = Literal["fail", "restart", "replay", "snapshot"]
+SandboxRecovery = Literal["fail", "restart", "replay", "snapshot"]
 Observed = Literal["running", "recovering", "failed", "stopped"]
 
 
@@ -56,6 +57,7 @@ class Supervisor:
         replicas: number of hot standbys that follow each sandbox, so that a recovery takes a moment; with ``replay``.
         max_recoveries: number of recoveries within ``period`` after which a sandbox has failed.
         period: seconds.
+        log: where finished recoveries are recorded.
 
     Raises:
         ConfigError: settings are wrong or contradict each other, or ``snapshot`` is used without ``readonly_root``.
@@ -71,12 +73,13 @@ class Supervisor:
         self,
         pool: SandboxPool,
         *,
-        recovery: Recovery = "restart",
+        recovery: SandboxRecovery = "restart",
         replicas: int = 0,
         max_recoveries: int = 3,
         period: float = 60.0,
+        log: RecoveryLog | None = None,
     ) -> None:
-        check_choice("recovery", recovery, Recovery)
+        check_choice("recovery", recovery, SandboxRecovery)
         if replicas < 0:
             raise ConfigError(f"replicas={replicas} must not be negative")
         if replicas and recovery != "replay":
@@ -84,8 +87,9 @@ class Supervisor:
         if recovery == "snapshot" and not pool.spec.readonly_root:
             raise ConfigError("recovery='snapshot' restores only the working directory; set readonly_root in the spec")
         self._pool, self._replicas = pool, replicas
-        self._recovery: Recovery = recovery
+        self._recovery: SandboxRecovery = recovery
         self._max_recoveries, self._period = max_recoveries, period
+        self._log = log
         self._sandboxes: list[SupervisedSandbox] = []
 
     @contextlib.asynccontextmanager
@@ -100,7 +104,7 @@ class Supervisor:
         """
         lease = await self._pool.acquire(timeout)
         limit = RestartLimit(self._max_recoveries, self._period)
-        sandbox = SupervisedSandbox(self._pool, lease, self._recovery, self._replicas, limit)
+        sandbox = SupervisedSandbox(self._pool, lease, self._recovery, self._replicas, limit, self._log)
         self._sandboxes.append(sandbox)
         try:
             yield sandbox
@@ -113,39 +117,41 @@ class Supervisor:
         return [sandbox.status for sandbox in self._sandboxes]
 
 
-class SupervisedSandbox:
-    """A sandbox that its supervisor recovers; made by ``Supervisor.run``. Calls run one after another.
+class SupervisedSandbox(Supervised[Lease]):
+    """A sandbox that its supervisor recovers; made by ``Supervisor.run``. Calls run one after another."""
 
-    Attributes:
-        recoveries: number of recoveries so far.
-    """
+    target: Lease  # pyright: ignore[reportIncompatibleVariableOverride]  # from the start
 
-    def __init__(self, pool: SandboxPool, lease: Lease, recovery: Recovery, replicas: int, limit: RestartLimit) -> None:
-        self._pool, self._recovery, self._limit = pool, recovery, limit
-        self._lease = lease
-        self._log: ActionLog[Sandbox] = ActionLog(_describe)
-        self._standbys = Standbys(pool, self._log, replicas) if replicas else None
+    def __init__(
+        self,
+        pool: SandboxPool,
+        lease: Lease,
+        recovery: SandboxRecovery,
+        replicas: int,
+        limit: RestartLimit,
+        log: RecoveryLog | None,
+    ) -> None:
+        replays = recovery in ("replay", "snapshot")
+        super().__init__(_describe, replays=replays, standbys=replicas, limit=limit, log=log, rng=pool.rng)
+        self._pool, self._recovery = pool, recovery
         self._checkpoint: Snapshot | None = None
-        self._order = asyncio.Lock()
-        self._recovering: asyncio.Task[None] | None = None
-        self._backoff = Backoff()
-        self._failure: SandboxError | None = None
-        self._stopped = False
-        self._cause = ""
-        self.recoveries = 0
         self._adopt(lease)
+
+    @property
+    def id(self) -> str:
+        return self.target.box.id
 
     @property
     def status(self) -> Status:
         observed: Observed = "running"
         if self._stopped:
             observed = "stopped"
-        elif self._failure is not None:
+        elif self.failure is not None:
             observed = "failed"
         elif self._recovering is not None:
             observed = "recovering"
         desired = "stopped" if self._stopped else "running"
-        return Status(self._lease.box.id, desired, observed, self.recoveries, self._cause)
+        return Status(self.id, desired, observed, self.recoveries, self.cause)
 
     # Calls.
 
@@ -163,23 +169,30 @@ class SupervisedSandbox:
         Raises:
             SandboxLost: the sandbox was lost during the call, or cannot be recovered.
         """
+        name = f"exec {command!r:.80}"
 
-        def run(box: Sandbox) -> Awaitable[ExecResult]:
-            return box.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+        async def run(lease: Lease) -> ExecResult:
+            result = await lease.box.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+            if result.timed_out and self.replays:
+                self.forbid_replay(f"{name} was killed by its timeout, so its effect is not known")
+            return result
 
-        return await self._act(f"exec {command!r:.80}", run, len(stdin))
+        result = await self.act(name, run, size=len(stdin))
+        if result.tainted:
+            self.notice(self.target, "tainted")
+        return result
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file like ``Sandbox.files.write``."""
-        await self._act(f"write {path}", lambda box: box.files.write(path, data), len(data))
+        await self.act(f"write {path}", lambda lease: lease.box.files.write(path, data), size=len(data))
 
     async def remove(self, path: str) -> None:
         """Remove a file or directory like ``Sandbox.files.remove``."""
-        await self._act(f"remove {path}", lambda box: box.files.remove(path))
+        await self.act(f"remove {path}", lambda lease: lease.box.files.remove(path))
 
     async def mkdir(self, path: str) -> None:
         """Make a directory like ``Sandbox.files.mkdir``."""
-        await self._act(f"mkdir {path}", lambda box: box.files.mkdir(path))
+        await self.act(f"mkdir {path}", lambda lease: lease.box.files.mkdir(path))
 
     async def read(self, path: str) -> bytes:
         """Return the content of a file, from the first replica that answers."""
@@ -201,141 +214,71 @@ class SupervisedSandbox:
         if self._recovery != "snapshot":
             raise ConfigError(f"checkpoint needs recovery='snapshot', not {self._recovery!r}")
         async with self._order:
-            lease = await self._running()
+            lease = await self.running()
             snapshot = await lease.box.snapshot()
             old, self._checkpoint = self._checkpoint, snapshot
             self._log.clear()
             if old is not None:
                 await self._discard(old)
 
-    async def _act(self, name: str, run: Callable[[Sandbox], Awaitable[T]], size: int = 0) -> T:
-        async with self._order:
-            lease = await self._running()
-            try:
-                result = await run(lease.box)
-            except SandboxLost as error:
-                self._notice(lease, error.details.get("reason", "lost"))
-                raise
-            except asyncio.CancelledError:
-                self._log.give_up(f"{name} was cancelled, so its effect is not known")
-                raise
-            if lease is not self._lease or self._recovering is not None:
-                # The call succeeded in a sandbox that has been replaced, so its effects are lost.
-                raise SandboxLost(f"{name}: sandbox {lease.box.id} was replaced during the call", reason="replaced")
-            if isinstance(result, ExecResult) and result.timed_out:
-                self._log.give_up(f"{name} was killed by its timeout, so its effect is not known")
-            elif self._recovery in ("replay", "snapshot"):
-                self._log.record(name, run, result, size)
-            if self._standbys is not None:
-                self._standbys.wake()
-            if isinstance(result, ExecResult) and result.tainted:
-                self._notice(lease, "tainted")
-            return result
+    async def stop(self) -> None:
+        await super().stop()
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            await self._discard(checkpoint)
 
     async def _ask(self, run: Callable[[Sandbox], Awaitable[T]]) -> T:
         async with self._order:
-            lease = await self._running()
-            replicas = [lease.box, *(self._standbys.caught_up() if self._standbys is not None else ())]
-            return await first_healthy([lambda box=box: run(box) for box in replicas])
-
-    async def _running(self) -> Lease:
-        """Wait until the sandbox runs. Raises ``SandboxLost`` if it cannot be recovered."""
-        while self._recovering is not None:
-            await asyncio.wait({self._recovering})
-        if self._failure is not None or self._stopped:
-            cause = self._failure or "it was stopped"
-            raise SandboxLost(
-                f"sandbox {self._lease.box.id} is not recovered: {cause}", reason="exited", cause=str(cause)
-            )
-        return self._lease
+            leases = [await self.running(), *(self._standbys.caught_up() if self._standbys is not None else ())]
+            return await first_healthy([lambda box=lease.box: run(box) for lease in leases])
 
     # Recovery.
 
-    def _adopt(self, lease: Lease) -> None:
-        self._lease = lease
-        lease.on_failure(lambda reason: self._notice(lease, reason))
+    async def acquire(self, apart: Sequence[Lease]) -> tuple[Lease, Means]:
+        means: Means = "spare" if self._pool.scheduler.slots.count("idle") else "new"
+        return await self._pool.acquire(), means
 
-    def _notice(self, lease: Lease, reason: str) -> None:
-        """Start a recovery, unless one is under way."""
-        if lease is self._lease and self._recovering is None and self._failure is None and not self._stopped:
-            self._cause = reason
-            self._recovering = asyncio.ensure_future(self._recover())
-
-    async def _recover(self) -> None:
+    async def renew(self, lost: Lease) -> tuple[Lease, Means]:
+        if self._recovery == "restart" and await lost.restart():
+            return lost, "restart"
+        lease, means = await super().renew(lost)
+        if self._checkpoint is None:
+            return lease, means
         try:
-            self._adopt(await self._until_rebuilt())
-            self.recoveries += 1
-        except SandboxError as error:
-            self._failure, self._cause = error, str(error)
-            self._lease.release(discard=True)
-        finally:
-            self._recovering = None
-        if self._failure is None and self._lease.failure:
-            self._notice(self._lease, self._lease.failure)
-
-    async def _until_rebuilt(self) -> Lease:
-        """Rebuild until it works. Raises ``SandboxError`` if it cannot."""
-        now = asyncio.get_running_loop().time
-        while True:
-            if self._recovery == "fail":
-                raise SandboxLost(f"sandbox {self._lease.box.id} is lost: {self._cause}", reason=self._cause)
-            if not self._limit.allow(now()):
-                cause = f"{self._limit.limit} recoveries in {self._limit.window:g} s, the last because of {self._cause}"
-                raise SandboxLost(f"sandbox {self._lease.box.id} is in a crash loop: {cause}", reason="exited")
-            if self._limit.recent > 1:
-                await asyncio.sleep(self._backoff.delay(self._limit.recent - 1, self._pool.rng))
-            try:
-                return await self._rebuild()
-            except SandboxError as error:
-                if error.details.get("reason") in ("diverged", "unreplayable"):
-                    raise
-                self._cause = str(error)
-
-    async def _rebuild(self) -> Lease:
-        if self._recovery == "restart" and await self._lease.restart():
-            return self._lease
-        if self._recovery != "restart" and self._log.unreplayable is not None:
-            raise SandboxLost(f"the state cannot be rebuilt: {self._log.unreplayable}", reason="unreplayable")
-        standby = await self._standbys.promote() if self._standbys is not None else None
-        self._lease.release(discard=True)  # before the pool is asked, which may have no other slot
-        if standby is not None:
-            return standby
-        lease = await self._pool.acquire()
-        try:
-            if self._checkpoint is not None:
-                await asyncio.wait_for(lease.box.backend.restore(lease.box.id, self._checkpoint), RESTORE_TIMEOUT)
-            await self._log.repeat_all(lease.box)
+            await asyncio.wait_for(lease.box.backend.restore(lease.box.id, self._checkpoint), RESTORE_TIMEOUT)
         except BaseException as error:
             lease.release(discard=True)
-            if isinstance(error, Diverged):
-                raise SandboxLost(
-                    f"the state cannot be rebuilt: {error} in {lease.box.id}. Commands whose output depends on time or "
-                    "chance cannot be replayed",
-                    reason="diverged",
-                    step=error.index,
-                    action=error.name,
-                ) from None
             if isinstance(error, asyncio.TimeoutError):
                 raise EngineUnavailable(f"the engine did not restore the snapshot in {RESTORE_TIMEOUT:g} s") from None
             raise
-        return lease
+        return lease, "snapshot"
 
-    async def stop(self) -> None:
-        """Return all sandboxes to the pool. Further calls do nothing."""
-        self._stopped = True
-        if self._recovering is not None:
-            await stopped([self._recovering])
-        if self._standbys is not None:
-            await self._standbys.close()
-        self._lease.release(discard=self._recovery != "fail" and bool(self._lease.failure))
-        if self._checkpoint is not None:
-            checkpoint, self._checkpoint = self._checkpoint, None
-            await self._discard(checkpoint)
+    def loss(self, error: AgentkitError) -> str | None:
+        return error.details.get("reason", "lost") if isinstance(error, SandboxLost) else None
+
+    def repeats(self, error: AgentkitError, failures: int) -> bool:
+        return False  # the lost call may have had effects outside the sandbox
+
+    async def irrecoverable(self, target: Lease, error: AgentkitError | None) -> AgentkitError | None:
+        if self._recovery == "fail":
+            return SandboxLost(f"sandbox {self.id} is lost: {self.cause}", reason=self.cause)
+        return None
+
+    def given_up(self, why: GivenUp, text: str, last: Exception | None) -> AgentkitError:
+        if why == "crash loop":
+            return SandboxLost(f"sandbox {self.id} is in a crash loop: {text}", reason="exited")
+        details = {"step": last.index, "action": last.name} if isinstance(last, Diverged) else {}
+        hint = ". Commands whose output depends on time or chance cannot be replayed" if details else ""
+        return SandboxLost(f"the state cannot be rebuilt: {text}{hint}", reason=why, **details)
+
+    def failed(self, failure: AgentkitError) -> AgentkitError:
+        text = f"sandbox {self.id} is not recovered: {failure}"
+        return SandboxLost(text, reason="exited", cause=str(failure))
 
     async def _discard(self, snapshot: Snapshot) -> None:
         # If it fails, the snapshot only takes space until unused snapshots are removed.
         with contextlib.suppress(SandboxError):
-            await Sandbox.discard(snapshot, backend=self._lease.box.backend)
+            await Sandbox.discard(snapshot, backend=self.target.box.backend)
 
 
 def _describe(result: object) -> bytes:

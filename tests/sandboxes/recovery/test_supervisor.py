@@ -13,7 +13,7 @@ from seeds import over_all_seeds
 from simulation import SimulatedPool, play
 
 from agentkit.errors import ConfigError, SandboxLost
-from agentkit.sandboxes.recovery.supervisor import Recovery, SupervisedSandbox, Supervisor
+from agentkit.sandboxes.recovery.supervisor import SandboxRecovery, SupervisedSandbox, Supervisor
 from agentkit.sandboxes.testing import virtual_time
 
 SCENARIOS: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {}
@@ -117,7 +117,7 @@ async def hung_standby_is_replaced(seed: int) -> None:
     ):
         await asyncio.sleep(2)
         assert box._standbys is not None
-        standby = box._standbys.caught_up()[0].id
+        standby = box._standbys.caught_up()[0].box.id
         sim.rng.choice([sim.backend.freeze, sim.backend.mute])(standby)
         await box.exec("append log kept")
         await asyncio.sleep(sim.rng.uniform(0, 30))
@@ -128,7 +128,7 @@ async def hung_standby_is_replaced(seed: int) -> None:
         assert sim.now() - start < 25
         await asyncio.sleep(25)
         assert standby not in sim.backend.boxes
-        assert [one.id for one in box._standbys.caught_up()] != [standby]
+        assert [one.box.id for one in box._standbys.caught_up()] != [standby]
         assert len(box._standbys.caught_up()) == 1
 
 
@@ -220,7 +220,7 @@ def test_cancellation_at_any_moment_releases_everything():
         async with SimulatedPool(seed, min_idle=1, max_size=4) as sim:
 
             async def user() -> None:
-                recovery: Recovery = rng.choice(["restart", "replay"])
+                recovery: SandboxRecovery = rng.choice(["restart", "replay"])
                 supervisor = Supervisor(sim.pool, recovery=recovery, replicas=int(recovery == "replay"))
                 async with supervisor.run() as box:
                     for number in range(5):
