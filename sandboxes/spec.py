@@ -173,6 +173,9 @@ class SandboxSpec(Spec):
     """Container runtime such as ``runsc``; null: the engine's default."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels for ``Sandbox.list``."""
+    avoid_hosts: tuple[str, ...] = ()
+    """Hosts (``Backend.host_of``) to use only if no other host has room, such as that of the sandbox that this one may
+    have to replace. Ignored by back ends with one host."""
     ttl: float | None = Field(default=3600.0, gt=0)
     """Seconds until the sandbox is removed (``Sandbox.extend`` changes it); null: never."""
     idle_timeout: float | None = Field(default=600.0, gt=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from agentkit.errors import ConfigError, EngineUnavailable, ImageError, Protocol
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends.remote.channel import RemoteChannel
 from agentkit.sandboxes.backends.remote.connection import ServerConnection
+from agentkit.sandboxes.backends.remote.placement import order
 from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
 from agentkit.sandboxes.server.protocol import SNAPSHOT_IMAGE, pack_json, unpack
 from agentkit.sandboxes.spec import SandboxSpec
@@ -80,6 +82,7 @@ class RemoteBackend(Backend):
             ServerConnection(url, key, client, tls, patience) for url, key in zip(addresses, tokens, strict=True)
         ]
         self._patience = patience
+        self._rng = random.Random()
         self._locations: dict[str, ServerConnection] = {}
         self._listeners: list[asyncio.Queue[BackendEvent | None]] = []
         for server in self._servers:
@@ -106,7 +109,7 @@ class RemoteBackend(Backend):
 
     async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Channel:
         """Also raises ``AccessDenied`` if the server's policy does not allow ``spec``."""
-        content = pack_json({"spec": spec.model_dump(mode="json"), "labels": dict(labels)})
+        content = pack_json({"spec": spec.model_dump(mode="json", exclude={"avoid_hosts"}), "labels": dict(labels)})
         timeout = spec.pull_timeout + spec.start_timeout
         refusal: Exception = _no_server()
         for server in self._candidates(spec):
@@ -168,6 +171,11 @@ class RemoteBackend(Backend):
             return Observed(id, "absent", {})
         return await _inspect(server, id)
 
+    def host_of(self, id: str) -> str:
+        """Return ``host:port`` of the server that has a sandbox; ``unknown`` if this client does not know it."""
+        server = self._servers[0] if len(self._servers) == 1 else self._locations.get(id)
+        return server.host if server is not None else "unknown"
+
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
         """Return the sandboxes on all servers that answer."""
         content = pack_json(dict(labels))
@@ -212,13 +220,16 @@ class RemoteBackend(Backend):
         return servers
 
     def _candidates(self, spec: SandboxSpec) -> list[ServerConnection]:
-        """Return the servers that can create ``spec``, the one with the lowest load first."""
+        """Return the servers that can create ``spec``, in the order in which to ask them."""
         if spec.image.startswith(f"{SNAPSHOT_IMAGE}/"):
             server = self._server_with_snapshot(spec.image)
             if server is None:
                 raise ImageError(f"the server of snapshot {spec.image} is gone, and the snapshot too", image=spec.image)
             return [server]
-        return sorted(self._reachable(), key=lambda server: (server.load[0] + server.pending) / server.load[1])
+        self._reachable()
+        states = [server.placement for server in self._servers]
+        avoid = {index for index, server in enumerate(self._servers) if server.host in spec.avoid_hosts}
+        return [self._servers[index] for index in order(states, self._rng, avoid)]
 
     def _server_with_snapshot(self, image: str) -> ServerConnection | None:
         servers = (server for server in self._servers if server.boot)

@@ -14,9 +14,11 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from agentkit.errors import AccessDenied, EngineUnavailable, ProtocolError, QuotaExceeded, SandboxError
 from agentkit.sandboxes.backends.remote.http import ConnectFailed, ConnectionBroken, HttpClient, Response
+from agentkit.sandboxes.backends.remote.placement import HostState
 from agentkit.sandboxes.server.policy import over_limit
 from agentkit.sandboxes.server.protocol import CALL_HEADER, CLIENT_HEADER, HEARTBEAT_SECONDS, pack_json, unpack_error
 from agentkit.sandboxes.tasks import finished, loop_time, stopped
@@ -40,6 +42,7 @@ class ServerConnection:
     """The connection to one server.
 
     Attributes:
+        host: ``host:port`` of the server.
         up: whether the server answers.
         load: number of sandboxes on the server, and its limit.
         pending: number of sandboxes that this client is creating there.
@@ -49,6 +52,7 @@ class ServerConnection:
 
     def __init__(self, url: str, token: str, client: str, tls: ssl.SSLContext | None, patience: float) -> None:
         self.url = url
+        self.host = urlsplit(url).netloc.rpartition("@")[2]
         self.up = False
         self.boot = ""
         self.load = (0, 1)
@@ -72,6 +76,12 @@ class ServerConnection:
             raise self._error
         if not self.up:
             raise self.unavailable(self._error or "no answer in time")
+
+    @property
+    def placement(self) -> HostState:
+        """What is known for the choice of a server."""
+        used, limit = self.load
+        return HostState(reachable=self.up, used=used, limit=limit, pending=self.pending)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -19,6 +19,7 @@ class LifecycleConformance(SandboxFixtures):
         info = box.info
         assert (info.id, info.backend, info.state, info.generation) == (box.id, backend.name, "ready", 1)
         assert info.isolation
+        assert backend.host_of(box.id) not in ("", "unknown")
         assert info.loosened == ()
         assert info.labels == {"task": "7"}
         assert info.expires is not None

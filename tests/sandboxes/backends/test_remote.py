@@ -576,6 +576,18 @@ async def test_one_of_two_servers_is_killed(process: Process) -> None:
         assert fake.boxes == {}
 
 
+async def test_a_host_to_avoid_is_used_only_if_no_other_has_room() -> None:
+    one, two = served(), served(quota=Quota(sandboxes=2))
+    async with one as (busy, first), two as (_, second), connected(first.url, second.url) as backend:
+        hosts = [server.url.removeprefix("http://") for server in (first, second)]
+        boxes = [await Sandbox.create(SMALL, backend=backend, avoid_hosts=hosts[:1]) for _ in range(3)]
+        assert [backend.host_of(box.id) for box in boxes] == [hosts[1], hosts[1], hosts[0]]
+        assert list(busy.boxes) == [boxes[2].id]
+        for box in boxes:
+            await box.close()
+        assert backend.host_of(boxes[0].id) == "unknown"
+
+
 async def test_only_the_server_that_has_a_sandbox_must_answer(tmp_path: Path) -> None:
     servers = [Process(tmp_path / name) for name in ("one", "two", "three")]
     try:
