@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 from agentkit.errors import AgentkitError, ConfigError, PoolClosed, SandboxError
+from agentkit.sandboxes import telemetry
 from agentkit.sandboxes.arguments import check_choice, check_positive
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.pool.breaker import Breaker
@@ -209,6 +211,7 @@ class SandboxPool:
         self._scheduler = Scheduler(self._settings, self._provisioner, breaker, self.rng)
         self._monitor = HealthMonitor(self._scheduler, self._provisioner, self._policy, self.rng, self._host)
         self._monitor.start()
+        telemetry.opened(self)
         self._scheduler.update()
 
     async def close(self, drain_timeout: float | None = None) -> None:
@@ -266,7 +269,7 @@ class SandboxPool:
         await self.scheduler.wait_filled()
 
     def stats(self) -> PoolStats:
-        """Return the current state of the pool.
+        """Return the current state of the pool. Thread-safe.
 
         Raises:
             PoolClosed: the pool was never started.
@@ -284,6 +287,15 @@ class SandboxPool:
         """
         slots = [slot for slot in self.scheduler.slots if not states or slot.state in states]
         return [slot.box for slot in slots if slot.sandbox is not None]
+
+    def hosts(self) -> Counter[str]:
+        """Return the number of sandboxes on each host. Thread-safe.
+
+        Raises:
+            PoolClosed: the pool was never started.
+        """
+        backend = self._provisioner.backend
+        return Counter(backend.host_of(box.id) for box in self.sandboxes())
 
     @property
     def labels(self) -> dict[str, str]:
@@ -303,3 +315,4 @@ class SandboxPool:
         await self._monitor.stop()
         await scheduler.close()
         scheduler.counters.left_behind += await self._provisioner.close()
+        telemetry.closed(self)

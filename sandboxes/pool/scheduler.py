@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agentkit.errors import AgentkitError, BreakerOpen, PoolClosed, PoolExhausted, SandboxLost
+from agentkit.sandboxes import telemetry
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool import decisions
 from agentkit.sandboxes.pool.breaker import Breaker, is_engine_fault
@@ -104,7 +106,7 @@ class Scheduler:
             failures=self._failures.count,
             retry_after=max(0.0, self._failures.not_before - self._now()),
             pressure=self._pressure,
-            counters=copy.deepcopy(self.counters),
+            counters=dataclasses.replace(self.counters, retired=dict(self.counters.retired)),
         )
 
     def stop(self) -> None:
@@ -291,6 +293,8 @@ class Scheduler:
         with self._breaker.call("create"):
             slot.sandbox = await self._provisioner.create(may_hedge=lambda: self.slots.free > 0)
         self.counters.created += 1
+        host = self._provisioner.backend.host_of(slot.box.id)
+        telemetry.report(telemetry.Created(host, self._now() - slot.opened))
         self._failures.engine_worked()
         slot.unwatch = self._provisioner.watch(slot, lambda reason: self.lost(slot, reason))
         await self._provisioner.prepare(slot.box)
@@ -332,6 +336,8 @@ class Scheduler:
         if slot.state not in COUNTED:
             return
         slot.unwatch()
+        host = self._provisioner.backend.host_of(slot.box.id)
+        telemetry.report(telemetry.Retired(slot.box.id, host, reason, in_use=slot.state == "busy"))
         self.slots.move(slot, "removing")
         self.counters.retired[reason] = self.counters.retired.get(reason, 0) + 1
 
@@ -356,6 +362,7 @@ class Scheduler:
         if isinstance(error, BreakerOpen):
             return
         self.counters.create_failures += 1
+        telemetry.report(telemetry.CreationFailed(type(error).__name__))
         if is_engine_fault(error):
             cause = self._failures.engine_failed(error, self._now())
             if cause and self._breaker.state != "open":

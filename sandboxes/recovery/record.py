@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from agentkit.sandboxes import telemetry
+
 Means = Literal["standby", "spare", "new", "restart", "snapshot"]
 """What replaced a lost target: a standby, a spare that was ready, a new one, itself after a restart, or a new one with
 the files of a snapshot."""
@@ -26,13 +28,15 @@ class Recovery:
     """Time from the detection of the loss until the target answers again."""
     host: str
     """Host of the target that was lost."""
+    sandbox: str = ""
+    """Id of the sandbox that was lost, or in which the target failed; empty if the target had none."""
 
 
 class RecoveryLog:
     """Counts the recoveries and hedged calls of one run.
 
     Args:
-        listener: called with each recovery; must neither block nor raise.
+        listener: called with each recovery; must neither block nor raise. Default: the telemetry of this process.
 
     Attributes:
         recoveries: number of recoveries by ``(cause, by, host)``.
@@ -42,7 +46,7 @@ class RecoveryLog:
         won: number of these whose second attempt succeeded first.
     """
 
-    def __init__(self, listener: Callable[[Recovery], None] = lambda _: None) -> None:
+    def __init__(self, listener: Callable[[Recovery], None] = telemetry.report) -> None:
         self._listener = listener
         self.recoveries: Counter[tuple[str, Means, str]] = Counter()
         self.seconds: dict[tuple[str, Means, str], float] = {}

@@ -1,0 +1,88 @@
+"""What happens to the sandboxes of this process, for the metrics and events of runs.
+
+Invariant: reporting neither blocks nor raises, and stores nothing unless someone listens. Pools report ``Created``,
+``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Created:
+    """A pool created a sandbox."""
+
+    host: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CreationFailed:
+    """A pool could not create a sandbox."""
+
+    error: str
+    """Name of the class of the error."""
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A pool took a sandbox out of use."""
+
+    sandbox: str
+    host: str
+    reason: str
+    in_use: bool
+    """It was acquired, not idle."""
+
+
+class OpenPool(Protocol):
+    """A ``SandboxPool``, as its observers see it. Its methods may be called in any thread."""
+
+    def stats(self) -> Any: ...
+
+    def hosts(self) -> Mapping[str, int]: ...
+
+
+Listener = Callable[[object], None]
+_pools: list[weakref.ref[OpenPool]] = []
+_listeners: list[Listener] = []
+
+
+def opened(pool: OpenPool) -> None:
+    """Note that ``pool`` was started."""
+    _pools.append(weakref.ref(pool))
+
+
+def closed(pool: OpenPool) -> None:
+    """Note that ``pool`` was closed."""
+    _pools[:] = [known for known in _pools if known() not in (pool, None)]
+
+
+def open_pools() -> list[OpenPool]:
+    """Return the pools of this process that are started and not closed. Thread-safe."""
+    return [pool for known in tuple(_pools) if (pool := known()) is not None]
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call ``listener`` with every record that is reported during the body of ``with``.
+
+    Args:
+        listener: must neither block nor raise; it is called in the threads of the pools.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def report(record: object) -> None:
+    """Pass ``record`` to all listeners."""
+    for listener in tuple(_listeners):
+        listener(record)
