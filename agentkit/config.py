@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +18,27 @@ class Strict(BaseModel):
     """Base class: unknown keys are errors, values are not converted from other types, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class HealthConfig(Strict):
+    """Health checks of the run's sandboxes. Times are in seconds. A hung sandbox is detected after at most
+    `ping_interval + ping_failures * ping_timeout`."""
+
+    ping_interval: float = Field(default=2.0, gt=0)
+    """Time between two pings of a sandbox."""
+    ping_timeout: float = Field(default=0.9, gt=0)
+    """Time without a sign of life after which a ping is missed."""
+    ping_failures: int = Field(default=3, ge=1)
+    """Missed pings in a row after which a sandbox is replaced."""
+    canary_interval: float = Field(default=30.0, gt=0)
+    """Time between two test commands in a spare sandbox."""
+    canary_timeout: float = Field(default=5.0, gt=0)
+    """Time that a test command may take."""
+    reconcile_interval: float = Field(default=15.0, gt=0)
+    """Time between two comparisons with the list of sandboxes of the engine or the servers."""
+    watermark: float = Field(default=0.9, gt=0, le=1)
+    """Share of this machine's memory or disk in use from which no sandbox is created here; sandbox servers have
+    watermarks of their own."""
 
 
 class EnvConfig(Strict):
@@ -44,12 +66,17 @@ class EnvConfig(Strict):
     """Seconds that one `step` may take before the environment counts as hung."""
     reset_timeout: float = Field(default=60.0, gt=0)
     """Seconds that making and resetting an environment may take."""
-    recovery: Literal["retry", "replay", "void"] = "retry"
+    recovery: Literal["retry", "replay", "void"] | None = None
     """What to do if an environment dies or hangs: start the episode again from its seed (`retry`, at most
-    `rollout.retries` times), rebuild it from its seed and actions and continue (`replay`, for deterministic
-    environments), or void the episode (`void`)."""
-    sandbox: Literal["none", "local", "docker"] = "none"
-    """Where environments run: in the run's own processes, or isolated (`agentkit sandbox build` makes the image)."""
+    `rollout.retries` times), continue it in another environment that repeats its actions (`replay`, for deterministic
+    environments), or void the episode (`void`). null: `replay` for deterministic environments, otherwise `retry`.
+    Environments that make sandboxes themselves hold hidden tests and are not replayed."""
+    sandbox: Literal["none", "local", "docker", "remote"] = "none"
+    """Where environments run: in the run's own processes, or isolated on this machine or on sandbox servers (`agentkit
+    sandbox build` makes the image for `docker` and `remote`)."""
+    servers: tuple[str, ...] | None = None
+    """URLs of the sandbox servers for `sandbox: remote`; null uses `$AGENTKIT_SANDBOX_URL`, or this machine's server.
+    Tokens come from the environment or from files, never from here."""
     sandbox_spec: dict[str, Any] = Field(default_factory=dict)
     """Fields of the sandbox specification, such as `{image: mine, resources: {memory: 2g}}`."""
     sandbox_share: int = Field(default=64, ge=1)
@@ -58,6 +85,22 @@ class EnvConfig(Strict):
     """One sandbox holds at most 1/`sandbox_spread` of the running environments, to limit the loss if it fails. With
     8, there are up to 15 sandboxes, each with the environment's data in memory; with 1, as few as `sandbox_share`
     allows."""
+    spares: int = Field(default=1, ge=0)
+    """Environments in sandboxes that are kept ready to replace those that fail."""
+    standbys: int = Field(default=0, ge=0)
+    """Environments in other sandboxes that follow each episode and take it over at once if its sandbox fails; they
+    need `recovery: replay` and multiply the number of environments."""
+    hedge: Literal["p50", "p90", "p95", "p99"] | Annotated[float, Field(ge=0)] | None = None
+    """When a second attempt of a slow creation or reset begins (of a step only with `recovery: replay`): a quantile of
+    past durations, or seconds; null never begins one."""
+    health: HealthConfig = HealthConfig()
+
+    @property
+    def backend(self) -> str | None:
+        """The sandboxes' back end, with its servers; None without sandboxes."""
+        if self.sandbox == "none":
+            return None
+        return self.sandbox if self.servers is None else f"{self.sandbox}:{','.join(self.servers)}"
 
 
 class LoraConfig(Strict):
@@ -323,13 +366,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _engine_contradictions(config)
     yield from _algorithm_contradictions(config)
     rollout, env = config.rollout, config.env
-    if env.sandbox == "none" and env.sandbox_spec:
-        yield "env.sandbox_spec needs a sandbox, and env.sandbox is none: set env.sandbox or remove env.sandbox_spec"
-    if env.sandbox != "none" and env.concurrency is not None:
-        yield (
-            f"env.concurrency={env.concurrency} and env.sandbox={env.sandbox} contradict: in a sandbox, steps run "
-            "as the environment declares; remove one of them"
-        )
+    yield from _sandbox_contradictions(env)
     if config.learner.ranks > 1 and config.learner.placement != "process":
         yield f"learner.ranks={config.learner.ranks} needs learner.placement=process: each rank is a process"
     if config.deterministic and (rollout.async_ratio > 0 or rollout.extra_groups > 0 or rollout.extra_members > 0):
@@ -339,6 +376,44 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.imitation is None and config.steps == 0:
         yield "steps=0 without an imitation section does nothing: set steps or add `imitation: {}`"
+
+
+def _sandbox_contradictions(env: EnvConfig) -> Iterator[str]:
+    if env.sandbox == "none" and env.sandbox_spec:
+        yield "env.sandbox_spec needs a sandbox, and env.sandbox is none: set env.sandbox or remove env.sandbox_spec"
+    if env.sandbox != "none" and env.concurrency is not None:
+        yield (
+            f"env.concurrency={env.concurrency} and env.sandbox={env.sandbox} contradict: in a sandbox, steps run "
+            "as the environment declares; remove one of them"
+        )
+    if env.servers is not None and env.sandbox != "remote":
+        yield f"env.servers needs env.sandbox=remote, and it is {env.sandbox}: set it or remove env.servers"
+    if env.servers is not None and (problem := _server_problem(env.servers)):
+        yield f"env.servers: {problem}"
+    if env.standbys and env.sandbox == "none":
+        yield f"env.standbys={env.standbys} needs a sandbox, and env.sandbox is none: set env.sandbox or env.standbys=0"
+    if env.standbys and env.recovery in ("retry", "void"):
+        yield (
+            f"env.standbys={env.standbys} and env.recovery={env.recovery} contradict: a standby continues an episode; "
+            "set env.recovery=replay or env.standbys=0"
+        )
+
+
+def _server_problem(servers: tuple[str, ...]) -> str:
+    if not servers:
+        return "the list is empty; name a server, or use null for this machine's"
+    if len({url.rstrip("/") for url in servers}) < len(servers):
+        return "a server is listed twice; list each once"
+    for url in servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "," in url:
+            return f"{url!r} is not the URL of a server; write https://host:port"
+        if parts.username is not None or parts.password is not None or parts.query:
+            return (
+                "a URL contains a user, a password or a query; write https://host:port, and put the token into "
+                "AGENTKIT_SANDBOX_TOKEN or a token file"
+            )
+    return ""
 
 
 def _engine_contradictions(config: RunConfig) -> Iterator[str]:

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentkit import model_files, registry
-from agentkit.config import RunConfig
+from agentkit.config import EnvConfig, HealthConfig, RunConfig
 from agentkit.errors import AgentkitError, ConfigError, RegistryError
 
 _START_S = 30.0
 """Seconds for a process to import an environment, in addition to ``env.reset_timeout``."""
+_HEALTH = HealthConfig()
 _ATTEMPT = (
     "import pickle, sys; from agentkit.preflight import attempt; "
     r"sys.stdout.write('\0' + attempt(*pickle.load(sys.stdin.buffer)))"
@@ -32,7 +33,8 @@ def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> N
 
     Args:
         config: settings of the run.
-        thorough: also make and reset environments that are slow to make, and connect to the sandboxes' back end.
+        thorough: also make and reset environments that are slow to make, and connect to the engine of this machine's
+            sandboxes. Sandbox servers are always contacted.
         model: whether ``model.path`` will be loaded.
 
     Raises:
@@ -72,13 +74,15 @@ def _missing_extras(config: RunConfig) -> Iterator[str]:
 
 def _environment_problems(config: RunConfig, thorough: bool) -> Iterator[str]:
     env, measured = config.env, {**config.env.kwargs, **config.evaluation.kwargs}
-    sandbox = None if env.sandbox == "none" else env.sandbox
+    if problem := _sandbox_problem(env):
+        yield problem
+        thorough = False  # It would fail for the same reason.
     variants = [("env.kwargs", env.kwargs)]
     if measured != env.kwargs:
         variants.append(("evaluation.kwargs", measured))
     for key, kwargs in variants:
         try:
-            here = registry.arguments_here(env.id, kwargs, sandbox, env.sandbox_spec)
+            here = registry.arguments_here(env.id, kwargs, env.backend, env.sandbox_spec)
             problem = _in_sandbox(config, kwargs, thorough) if here is None else _here(config, key, here, thorough)
         except RegistryError as error:
             problem = f"env.id: {error}"
@@ -87,6 +91,30 @@ def _environment_problems(config: RunConfig, thorough: bool) -> Iterator[str]:
         if problem:
             yield problem
             return  # Evaluation uses the same arguments and further ones.
+
+
+def _sandbox_problem(env: EnvConfig) -> str:
+    """Return why no sandbox can be made; empty if there is no reason, or no sandbox."""
+    if env.sandbox == "remote":
+        key = "env.sandbox=remote" if env.servers is None else f"env.servers={','.join(env.servers)}"
+        return _unreachable(key, env.backend or "remote")
+    if env.sandbox == "none":
+        return ""
+    from agentkit.sandboxes.pool.health import HealthPolicy, local_host, pressure
+
+    policy = HealthPolicy(watermark=env.health.watermark)
+    reason = pressure(local_host(), policy, already=False)
+    if reason is None:
+        return ""
+    return f"env.sandbox={env.sandbox}: {reason}; free some, or raise env.health.watermark"
+
+
+def _unused_setting(env: EnvConfig) -> str:
+    """Return the problem of a setting that only has an effect in sandboxes."""
+    for key, used in (("spares", env.spares > 1), ("hedge", env.hedge is not None), ("health", env.health != _HEALTH)):
+        if used:
+            return f"env.{key} applies to sandboxes, and {env.id} runs without one: set env.sandbox, or remove it"
+    return ""
 
 
 def _here(config: RunConfig, key: str, kwargs: dict[str, Any], thorough: bool) -> str:
@@ -98,6 +126,8 @@ def _here(config: RunConfig, key: str, kwargs: dict[str, Any], thorough: bool) -
     except RegistryError as error:
         return f"{key}: {error}"
     own = cls.own_sandboxes(**kwargs)
+    if own is None and (problem := _unused_setting(config.env)):
+        return problem
     # A reset would start sandboxes; it is enough that their back end answers.
     seed = config.env.first_seed if thorough and own is None else None
     if cls.concurrency == "inline" and not inspect.iscoroutinefunction(cls.step):
@@ -169,7 +199,7 @@ def _in_sandbox(config: RunConfig, kwargs: dict[str, Any], thorough: bool) -> st
     from agentkit.envs.isolation.placement import place
 
     try:
-        describe(place(config.env.id, kwargs, config.env.sandbox, config.env.sandbox_spec))
+        describe(place(config.env.id, kwargs, config.env.backend or "docker", config.env.sandbox_spec))
     except AgentkitError as error:
         return f"env.sandbox={config.env.sandbox}: {config.env.id} cannot be made in it: {error}"
     return ""

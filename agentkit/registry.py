@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentkit.errors import ConfigError, RegistryError
 
 if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
+    from agentkit.envs.isolation.redundancy import Redundancy
     from agentkit.sandboxes.backend import Backend
     from agentkit.sandboxes.spec import SandboxSpec
 
@@ -197,17 +198,20 @@ def make(
     *,
     sandbox: str | SandboxSpec | Backend | None = None,
     sandbox_spec: SandboxSpec | Mapping[str, Any] | None = None,
+    redundancy: Redundancy | None = None,
     **kwargs: Any,
 ) -> Any:
     """Make an environment, without wrappers.
 
     Args:
         id: a registered name, such as ``"FrozenLake-v1"``.
-        sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, the name of another
-            back end, a started back end, or a ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported
-            here. Environments with hidden tests (CodeContest, SWEBench) stay in this process, and run the policy's
-            programs in such sandboxes.
+        sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, ``"remote"``,
+            ``"remote:URL,URL"`` (on these sandbox servers), the name of another back end, a started back end, or a
+            ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported here. Environments with hidden
+            tests (CodeContest, SWEBench) stay in this process, and run the policy's programs in such sandboxes.
         sandbox_spec: fields of the sandbox's specification that differ from the defaults.
+        redundancy: how the sandbox survives failures. None: an episode whose sandbox fails is replayed in a new one if
+            the environment is deterministic.
         kwargs: arguments of the environment; plain data if it runs in a sandbox.
 
     Returns:
@@ -225,10 +229,17 @@ def make(
     if here is None:
         from agentkit.envs.isolation.env import SandboxedTextEnv
 
-        return SandboxedTextEnv(id, kwargs, sandbox=sandbox, sandbox_spec=sandbox_spec)
+        redundant = {} if redundancy is None else {"redundancy": redundancy}
+        return SandboxedTextEnv(id, kwargs, sandbox=sandbox, sandbox_spec=sandbox_spec, **redundant)
     spec = entry(id).load()
     arguments = {**spec.kwargs, **here}
     check_arguments(id, spec.entry_point, arguments)
+    if redundancy is not None:
+        arguments = with_redundancy(spec.entry_point, arguments, redundancy)
+        if "redundancy" not in arguments:
+            raise ConfigError(
+                f"redundancy needs a sandbox, and {id} runs without one; add one, such as sandbox='docker'"
+            )
     return spec.entry_point(**arguments)  # pyright: ignore[reportCallIssue]
 
 
@@ -266,6 +277,13 @@ def arguments_here(
             f"{id} makes sandboxes itself, and sandbox={sandbox!r} and {name}={kwargs[name]!r} contradict"
         )
     return {**kwargs, name: sandbox}
+
+
+def with_redundancy(cls: Any, arguments: dict[str, Any], redundancy: Redundancy) -> dict[str, Any]:
+    """Return the arguments, with ``redundancy`` if the environment makes sandboxes itself and has such an argument."""
+    if cls.own_sandboxes(**arguments) is None or "redundancy" not in inspect.signature(cls).parameters:
+        return arguments
+    return {"redundancy": redundancy, **arguments}
 
 
 def check_arguments(id: str, factory: Any, arguments: dict[str, Any]) -> None:

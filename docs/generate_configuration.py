@@ -9,6 +9,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,23 @@ def _sentence(text: str | None) -> str:
 
 
 def _type(field: FieldInfo) -> str:
+    return _bounded(field.annotation, field.metadata)
+
+
+def _bounded(annotation: Any, constraints: Sequence[Any]) -> str:
+    """Return the name of a type, with the bounds among ``constraints``."""
     bounds = []
-    for constraint in field.metadata:
+    for constraint in constraints:
         if isinstance(constraint, tuple(SIGNS)):
             (bound,) = dataclasses.astuple(constraint)
             bounds.append(f"{SIGNS[type(constraint)]} {bound}")
-    return ", ".join([_type_name(field.annotation), " and ".join(bounds)] if bounds else [_type_name(field.annotation)])
+    return ", ".join([_type_name(annotation), " and ".join(bounds)] if bounds else [_type_name(annotation)])
 
 
 def _type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _bounded(arguments[0], [one for field in arguments[1:] for one in field.metadata])
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_type_name(argument) for argument in arguments)
     if origin is typing.Literal:

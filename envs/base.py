@@ -51,7 +51,8 @@ class EnvDeclaration:
     def own_sandboxes(cls, **kwargs: Any) -> str | None:
         """Return the name of the argument for the back end of sandboxes that the environment creates itself, or None.
 
-        Such an environment is never put into a sandbox, because it holds secrets of the task.
+        Such an environment is never put into a sandbox, because it holds secrets of the task. If it also has an
+        argument ``redundancy``, it gets the ``Redundancy`` that ``agentkit.make`` or the run has for its sandboxes.
         """
         return None
 

@@ -36,15 +36,21 @@ def names() -> list[str]:
 
 
 def backend(which: str | Backend) -> Backend:
-    """Return a new back end with this name, which is not started; an instance is returned as it is.
+    """Return a new back end, which is not started; an instance is returned as it is.
+
+    Args:
+        which: a name, or ``"remote:URL,URL"`` for the back end ``remote`` with these servers.
 
     Raises:
         ConfigError: the name is unknown or claimed twice, or the code of the back end does not load.
     """
     if isinstance(which, Backend):
         return which
+    name, colon, servers = which.partition(":")
+    if colon and name != "remote":
+        raise ConfigError(f"the sandbox back end {which!r} names servers, which only 'remote' has; use {name!r}")
     try:
-        made = _class_of(which)()
+        made = _class_of(name)(*([servers] if colon else []))
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the sandbox back end {which!r} does not load: {type(error).__name__}: {error}") from error
     if not isinstance(made, Backend):
@@ -52,7 +58,7 @@ def backend(which: str | Backend) -> Backend:
     return made
 
 
-def _class_of(name: str) -> Callable[[], object]:
+def _class_of(name: str) -> Callable[..., object]:
     points = list(importlib.metadata.entry_points(group=GROUP, name=name))
     if name in BUILT_IN:
         if points:

@@ -111,6 +111,33 @@ def test_the_sandboxes_of_an_environment_are_reached(monkeypatch: pytest.MonkeyP
     assert problem.startswith("env.sandbox=docker: FrozenLake-v1 cannot be made in it: ")
 
 
+def test_sandbox_servers_are_reached_before_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", "a-token-of-the-tests-alone")
+    (problem,) = problems("env.sandbox=remote", "env.servers=[http://127.0.0.1:9]")
+    assert problem.startswith("env.servers=http://127.0.0.1:9: the sandbox server http://127.0.0.1:9 does not answer")
+    (problem,) = problems("env.sandbox=remote", "env.servers=[http://example.org]", thorough=True)
+    assert "would receive the token unencrypted" in problem
+
+
+def test_a_run_needs_a_token_for_its_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AGENTKIT_SANDBOX_TOKEN", raising=False)
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN_FILE", str(tmp_path / "none"))
+    (problem,) = problems("env.sandbox=remote")
+    assert problem.startswith("env.sandbox=remote: no token: ")
+
+
+def test_a_full_machine_is_a_problem_before_a_run() -> None:
+    (problem,) = problems("env.sandbox=local", "env.health.watermark=0.01")
+    assert "is in use, the limit is 1%; free some, or raise env.health.watermark" in problem
+
+
+@pytest.mark.parametrize("setting", ["spares=2", "hedge=p95", "health.ping_interval=1"])
+def test_a_setting_of_sandboxes_without_a_sandbox_is_a_problem(setting: str) -> None:
+    (problem,) = problems(f"env.{setting}")
+    assert problem.endswith("applies to sandboxes, and FrozenLake-v1 runs without one: set env.sandbox, or remove it")
+    assert problems(f"env.{setting}", env="CodeContest-v0") == []
+
+
 def test_arguments_are_checked_for_sandboxes_too() -> None:
     (problem,) = problems("env.sandbox=docker", "env.kwargs.sise=4")
     assert "did you mean 'size'?" in problem

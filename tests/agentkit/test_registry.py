@@ -14,8 +14,9 @@ import agentkit
 from agentkit import registry
 from agentkit.entry_points import diagnose
 from agentkit.envs.frozen_lake import FrozenLake
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.sokoban import Sokoban
-from agentkit.errors import RegistryError
+from agentkit.errors import ConfigError, RegistryError
 
 
 @pytest.fixture
@@ -342,3 +343,8 @@ async def test_gymnasium_waits_within_an_event_loop_too(fresh):
     env = gymnasium.make("agentkit:agentkit/Remote-v0")
     assert env.reset(seed=0)[0] == "Guess."
     env.close()
+
+
+def test_redundancy_without_a_sandbox_is_an_error():
+    with pytest.raises(ConfigError, match="FrozenLake-v1 runs without one: add one, such as sandbox='docker'"):
+        agentkit.make("FrozenLake-v1", redundancy=Redundancy(spares=1))

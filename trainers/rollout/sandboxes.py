@@ -23,8 +23,9 @@ def new_allocator(source: EnvSource) -> SandboxAllocator:
     from agentkit.envs.isolation.allocator import PooledSandboxes, SandboxAllocator
 
     assert source.placement is not None
+    redundancy = source.redundancy
     return SandboxAllocator(
-        source.placement, PooledSandboxes(source.placement), share=source.share, spread=source.spread
+        source.placement, PooledSandboxes(source.placement), share=redundancy.share, spread=redundancy.spread
     )
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentkit import registry
 from agentkit.config import EnvConfig
-from agentkit.envs.isolation.replay import Recovery
+from agentkit.envs.isolation.redundancy import RecoveryMode, Redundancy
 from agentkit.errors import ConfigError
+from agentkit.sandboxes.pool.health import HealthPolicy
 from agentkit.trainers.rollout.contract import crashed
 
 if TYPE_CHECKING:  # sandboxes are imported only if they are used
@@ -38,13 +39,11 @@ class EnvSource:
     reset_timeout: float
     has_expert: bool = False
     runs_policy_code: bool = False
-    recovery: Recovery = "retry"
+    recovery: RecoveryMode = "retry"
     placement: Placement | None = None
     """Back end and specification of the sandboxes, for an environment in a sandbox."""
-    share: int = 1
-    """Most environments in one sandbox."""
-    spread: int = 1
-    """One sandbox holds at most 1 / ``spread`` of the running environments."""
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    """How its sandboxes survive failures; ``recovery`` is resolved."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> EnvSource:
@@ -54,14 +53,15 @@ class EnvSource:
             RegistryError, ConfigError: the environment is unknown or misconfigured.
             SandboxError, EnvError: the environment cannot be made in a sandbox.
         """
-        sandbox = None if config.sandbox == "none" else config.sandbox
-        here = registry.arguments_here(config.id, config.kwargs, sandbox, config.sandbox_spec)
+        here = registry.arguments_here(config.id, config.kwargs, config.backend, config.sandbox_spec)
         if here is None:
             return cls._in_sandbox(config)
         spec = registry.entry(config.id).load()
         env: Any = spec.entry_point
         kwargs = {**spec.kwargs, **here}
         registry.check_arguments(config.id, env, kwargs)
+        own = env.own_sandboxes(**kwargs) is not None
+        recovery: RecoveryMode = "retry" if own and config.recovery is None else _recovery(config, env.deterministic)
         asynchronous = inspect.iscoroutinefunction(env.step)
         if asynchronous and config.concurrency not in (None, "inline"):
             raise ConfigError(
@@ -71,7 +71,7 @@ class EnvSource:
         source = cls(
             id=config.id,
             cls=env,
-            kwargs=kwargs,
+            kwargs=registry.with_redundancy(env, kwargs, _redundancy(config, recovery)),
             where="async" if asynchronous else (config.concurrency or env.concurrency),
             instructions=env.instructions_for(**kwargs),
             max_turns=config.max_turns or env.max_turns_for(**kwargs),
@@ -80,9 +80,8 @@ class EnvSource:
             reset_timeout=config.reset_timeout,
             has_expert=env.has_expert(),
             runs_policy_code=env.runs_policy_code(**kwargs),
-            recovery=config.recovery,
+            recovery=recovery,
         )
-        _check_recovery(config, env.deterministic)
         if source.where == "process":
             source.importable()
         return source
@@ -92,9 +91,10 @@ class EnvSource:
         from agentkit.envs.isolation.env import describe
         from agentkit.envs.isolation.placement import place
 
-        placement = place(config.id, config.kwargs, config.sandbox, config.sandbox_spec)
+        assert config.backend is not None
+        placement = place(config.id, config.kwargs, config.backend, config.sandbox_spec)
         said = describe(placement)
-        _check_recovery(config, said.deterministic)
+        recovery = _recovery(config, said.deterministic)
         return cls(
             id=config.id,
             cls=None,
@@ -107,10 +107,9 @@ class EnvSource:
             reset_timeout=config.reset_timeout,
             has_expert=said.has_expert,
             runs_policy_code=said.runs_policy_code,
-            recovery=config.recovery,
+            recovery=recovery,
             placement=placement,
-            share=config.sandbox_share,
-            spread=config.sandbox_spread,
+            redundancy=_redundancy(config, recovery),
         )
 
     def make(self) -> Any:
@@ -146,9 +145,21 @@ class EnvSource:
         return module, qualname, self.kwargs, main_path
 
 
-def _check_recovery(config: EnvConfig, deterministic: bool) -> None:
-    if config.recovery == "replay" and not deterministic:
-        raise ConfigError(
-            f"env.recovery=replay needs a deterministic environment, and {config.id} declares itself not "
-            "deterministic; set env.recovery to retry or void"
-        )
+def _redundancy(config: EnvConfig, recovery: RecoveryMode | None) -> Redundancy:
+    return Redundancy(
+        recovery=recovery,
+        spares=config.spares,
+        standbys=config.standbys,
+        hedge=config.hedge,
+        share=config.sandbox_share,
+        spread=config.sandbox_spread,
+        health=HealthPolicy(**config.health.model_dump()),
+    )
+
+
+def _recovery(config: EnvConfig, deterministic: bool) -> RecoveryMode:
+    try:
+        return _redundancy(config, config.recovery).mode(deterministic)
+    except ConfigError as error:
+        settings = f"env.recovery={config.recovery} and env.standbys={config.standbys}"
+        raise ConfigError(f"{config.id} with {settings}: {error}") from None

@@ -71,6 +71,8 @@ def test_a_run_is_configured_by_env_sandbox():
     assert (source.where, source.kwargs, source.cls) == ("async", {"backend": "local"}, CodeContest)
     for id, kwargs in (("SWEBench-v0", {}), ("Math-v0", {"tools": True})):
         assert registry.arguments_here(id, kwargs, "docker") == {**kwargs, "backend": "docker"}
+    servers = EnvConfig(id="CodeContest-v0", sandbox="remote", servers=("https://one:1", "https://two:2"))
+    assert EnvSource.of(servers).kwargs["backend"] == "remote:https://one:1,https://two:2"
     for id in ("Math-v0", "Sokoban-v0", "Nobody-knows-v0"):
         assert registry.arguments_here(id, {}, "docker") is None, "it is put into one as a whole"
 

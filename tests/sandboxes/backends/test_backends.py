@@ -55,6 +55,15 @@ def test_names(install: Install) -> None:
     assert backends.names() == ["docker", "local", "remote", "theirs"]
 
 
+async def test_servers_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", "a-token-of-the-tests-alone")
+    assert backends.backend("remote:http://127.0.0.1:1,http://127.0.0.1:2").name == "remote"
+    with pytest.raises(ConfigError, match="'elsewhere' is not the URL of a server"):
+        backends.backend("remote:elsewhere")
+    with pytest.raises(ConfigError, match="names servers, which only 'remote' has; use 'docker'"):
+        backends.backend("docker:http://127.0.0.1:1")
+
+
 def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'docker'"):
         backends.backend("doker")

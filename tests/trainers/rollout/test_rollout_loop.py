@@ -104,7 +104,7 @@ async def test_tasks_start_again_after_the_last_one() -> None:
 async def test_a_failed_environment_is_replaced_and_never_trained_on(how: str, tmp_path: Path) -> None:
     where = "process" if how in ("die", "hang") else "inline"
     env = {"how": how, "at": 2, "once": str(tmp_path / "failed")}
-    config = configure(env, settings={"concurrency": where, "step_timeout": 0.5})
+    config = configure(env, settings={"concurrency": where, "step_timeout": 0.5, "recovery": "retry"})
     harness = Harness(config)
     batches = await harness.run(2)
     harness.check_book()

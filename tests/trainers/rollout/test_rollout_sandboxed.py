@@ -8,9 +8,10 @@ from rollout_envs import Plain, Puppet, Unsteady
 from rollout_harness import Harness, configure
 
 from agentkit import registry
-from agentkit.config import RunConfig
+from agentkit.config import EnvConfig, HealthConfig, RunConfig
 from agentkit.errors import ConfigError, EngineUnavailable
 from agentkit.sandboxes.backends.local.backend import LocalBackend
+from agentkit.sandboxes.pool.health import HealthPolicy
 from agentkit.trainers.rollout.source import EnvSource
 
 
@@ -88,14 +89,34 @@ def test_replay_of_what_is_not_deterministic_is_refused():
         EnvSource.of(config.env)
 
 
+def test_the_recovery_follows_the_environment():
+    registry.register("Unsteady-v0", Unsteady)
+    registry.register("Plain-v0", Plain)
+    assert EnvSource.of(EnvConfig(id="Plain-v0")).recovery == "replay"
+    assert EnvSource.of(EnvConfig(id="Unsteady-v0")).recovery == "retry"
+    own = EnvSource.of(EnvConfig(id="Math-v0", kwargs={"tools": True}))
+    assert own.recovery == "retry", "its sandboxes run programs of the policy"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"sandbox_spec": {"image": "mine"}}, "env.sandbox_spec needs a sandbox"),
         ({"sandbox": "local", "concurrency": "thread"}, "contradict"),
-        ({"sandbox": "locl"}, "'none', 'local' or 'docker'"),
+        ({"sandbox": "locl"}, "'none', 'local', 'docker' or 'remote'"),
+        ({"servers": ("https://a:1",)}, "env.servers needs env.sandbox=remote, and it is none"),
+        ({"sandbox": "remote", "servers": ()}, "the list is empty"),
+        ({"sandbox": "remote", "servers": ("https://a:1", "https://a:1/")}, "listed twice"),
+        ({"sandbox": "remote", "servers": ("a:1",)}, "'a:1' is not the URL of a server"),
+        ({"sandbox": "remote", "servers": ("https://token@a:1",)}, "AGENTKIT_SANDBOX_TOKEN or a token file"),
+        ({"standbys": 1}, "env.standbys=1 needs a sandbox"),
+        ({"sandbox": "local", "standbys": 1, "recovery": "retry"}, "env.standbys=1 and env.recovery=retry contradict"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig.model_validate({"env": {"id": "FrozenLake-v1", **settings}})
+
+
+def test_the_defaults_of_health_checks_are_those_of_pools():
+    assert HealthPolicy(**HealthConfig().model_dump()) == HealthPolicy()
