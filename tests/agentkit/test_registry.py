@@ -346,5 +346,5 @@ async def test_gymnasium_waits_within_an_event_loop_too(fresh):
 
 
 def test_redundancy_without_a_sandbox_is_an_error():
-    with pytest.raises(ConfigError, match="FrozenLake-v1 runs without one: add one, such as sandbox='docker'"):
+    with pytest.raises(ConfigError, match="FrozenLake-v1 runs without one; add one, such as sandbox='docker'"):
         agentkit.make("FrozenLake-v1", redundancy=Redundancy(spares=1))
