@@ -7,8 +7,8 @@ set aside at a time, so that a wrong decision never empties a pool.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Container, Iterable, Mapping
+import bisect
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,12 +136,26 @@ def exhausted(stats: Stats, spec: SandboxSpec, policy: HealthPolicy) -> str | No
 def slow_peers(latencies: Mapping[str, float], judges: Iterable[str], policy: HealthPolicy) -> set[str]:
     """Return the names that are slow compared with the median of the other ``judges``; none without peers."""
     judges = set(judges)
+    ordered = sorted(latencies[name] for name in judges)
     slow = set()
     for name, latency in latencies.items():
-        peers = [latencies[peer] for peer in judges if peer != name]
-        if peers and latency > max(policy.slow_factor * statistics.median(peers), policy.slow_floor):
+        without = bisect.bisect_left(ordered, latency) if name in judges else None
+        median = _median(ordered, without)
+        if median is not None and latency > max(policy.slow_factor * median, policy.slow_floor):
             slow.add(name)
     return slow
+
+
+def _median(ordered: Sequence[float], without: int | None) -> float | None:
+    """Return the median of sorted values, without the one at position ``without``; None if none is left."""
+    number = len(ordered) - (without is not None)
+    if number == 0:
+        return None
+
+    def at(position: int) -> float:
+        return ordered[position + (without is not None and position >= without)]
+
+    return (at((number - 1) // 2) + at(number // 2)) / 2
 
 
 @dataclass

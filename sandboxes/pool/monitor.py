@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from agentkit.errors import SandboxError
 from agentkit.sandboxes.backoff import Backoff
@@ -23,6 +23,8 @@ from agentkit.sandboxes.types import Observed
 _PINGED = frozenset({"idle", "busy", "degraded"})
 _EXPECTED = frozenset({"idle", "checking", "busy", "degraded"})
 """States in which the engine must know the sandbox."""
+_PARTS = 20
+"""Parts of a round of pings: a large pool sends its pings evenly over the round."""
 
 
 class HealthMonitor:
@@ -61,16 +63,17 @@ class HealthMonitor:
     async def _ping_all(self) -> None:
         due = loop_time()
         while True:
-            # Rounds start by the clock, so that hanging sandboxes do not delay their own detection.
-            due = max(due + self._policy.ping_interval, loop_time())
-            await asyncio.sleep(due - loop_time())
+            for part in range(_PARTS):
+                # Pings start by the clock, so that hanging sandboxes do not delay their own detection.
+                due = max(due + self._policy.ping_interval / _PARTS, loop_time())
+                await asyncio.sleep(due - loop_time())
+                for slot in self._scheduler.slots:
+                    now_due = slot.number % _PARTS == part and slot.state in _PINGED and not slot.paused
+                    if now_due and slot not in self._pinging:
+                        tracked(self._ping(slot), self._tasks)
+            self._judge_slowness()
             self._measure_host()
-            slots = [slot for slot in self._scheduler.slots if slot.state in _PINGED and not slot.paused]
-            pings = [tracked(self._ping(slot), self._tasks) for slot in slots if slot not in self._pinging]
-            if pings:
-                await asyncio.wait(pings, timeout=self._policy.ping_timeout)
-            self._judge_slowness(slots)
-            self._scheduler.update()
+            self._scheduler.tend()
 
     async def _ping(self, slot: Slot) -> None:
         epoch, generation = slot.epoch, slot.box.generation
@@ -86,16 +89,15 @@ class HealthMonitor:
         elif slot.box.generation == generation:
             self._slowness.observe(slot.box.id, latency)
 
-    def _judge_slowness(self, pinged: Iterable[Slot]) -> None:
+    def _judge_slowness(self) -> None:
         slots = {slot.box.id: slot for slot in self._scheduler.slots if slot.sandbox is not None}
         self._slowness.keep(slots)
-        epochs = {slot.box.id: slot.epoch for slot in pinged}
         for verdict in self._slowness.judge(loop_time()):
             slot = slots[verdict.id]
             if verdict.kind == "restore":
                 self._scheduler.restore(slot, verdict.reason)
             elif verdict.kind == "eject":
-                self._scheduler.eject(slot, epochs.get(verdict.id, -1), verdict.reason)
+                self._scheduler.eject(slot, verdict.reason)
             else:
                 self._scheduler.condemn(slot, slot.epoch, "slow")
 
@@ -144,8 +146,8 @@ class HealthMonitor:
             try:
                 async for event in self._provisioner.backend.events():
                     failures = 0
-                    slot = self._expected().get(event.id)
-                    if slot is not None and event.kind in ("died", "removed", "paused"):
+                    slot = self._scheduler.slots.find(event.id)
+                    if slot is not None and slot.state in _EXPECTED and event.kind in ("died", "removed", "paused"):
                         tracked(self._inspect(slot, slot.epoch), self._tasks)
             except SandboxError:
                 pass  # the engine is unavailable; the next comparison finds what happened to the sandboxes
@@ -169,7 +171,7 @@ class HealthMonitor:
 
     async def _reconcile(self) -> None:
         """Compare the slots with what the engine lists: report missing sandboxes and remove strays."""
-        epochs = {slot: slot.epoch for slot in self._expected().values()}
+        epochs = {slot: slot.epoch for slot in self._scheduler.slots if slot.state in _EXPECTED}
         began = loop_time()
         try:
             observed = await asyncio.wait_for(self._provisioner.observe(), LIST_TIMEOUT)
@@ -197,6 +199,3 @@ class HealthMonitor:
         for id, first_seen in self._strays.items():
             if first_seen < min(now, self._provisioner.creating_since):
                 tracked(self._provisioner.remove_stray(id), self._tasks)  # if it fails, the next comparison tries again
-
-    def _expected(self) -> dict[str, Slot]:
-        return {slot.box.id: slot for slot in self._scheduler.slots if slot.state in _EXPECTED}

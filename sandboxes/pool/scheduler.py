@@ -155,7 +155,7 @@ class Scheduler:
                 self._return_unused(waiter.result())
             raise
         finally:
-            self.waiters.leave(waiter)
+            self.waiters.leave(ticket)
         return waiter.result() if waiter.done() else None
 
     async def _is_ready(self, slot: Slot) -> bool:
@@ -229,7 +229,7 @@ class Scheduler:
             asyncio.get_running_loop().call_soon(self.dispatch)
 
     def dispatch(self) -> None:
-        """Serve waiting callers, reject those that wait in vain, retire and create sandboxes."""
+        """Serve waiting callers, reject those that wait in vain, and create sandboxes."""
         self._dispatch_due = False
         if self._closed:
             return
@@ -239,17 +239,25 @@ class Scheduler:
                 self.waiters.reject(self._breaker.error)
             elif self._failures.crash_loop(self._now()) is not None:
                 self.waiters.reject(self._crash_loop)
-        for slot in self.slots:
-            if slot.state in ("idle", "busy") and self._now() - slot.opened >= decisions.PROVEN_AFTER:
-                self._prove(slot)
-        for slot, reason in decisions.to_retire(self.slots, self._settings, self._now()):
-            self.retire(slot, reason)
         self._refill()
 
+    def tend(self) -> None:
+        """Do what time alone makes due: prove sandboxes that have lived long enough, and retire old or surplus ones.
+
+        Called regularly, since it visits all slots.
+        """
+        if self._closed:
+            return
+        now = self._now()
+        for slot in self.slots:
+            if slot.state in ("idle", "busy") and now - slot.opened >= decisions.PROVEN_AFTER:
+                self._prove(slot)
+        for slot, reason in decisions.to_retire(self.slots, self._settings, now):
+            self.retire(slot, reason)
+        self.update()
+
     def _serve(self) -> None:
-        for slot in self.slots.idle() if len(self.waiters) else ():
-            if not len(self.waiters):
-                return
+        while len(self.waiters) and (slot := self.slots.longest_idle()) is not None:
             if why := self._provisioner.unusable(slot.box):
                 self.retire(slot, why)
                 continue
@@ -291,7 +299,7 @@ class Scheduler:
 
     async def _create(self, slot: Slot) -> None:
         with self._breaker.call("create"):
-            slot.sandbox = await self._provisioner.create(may_hedge=lambda: self.slots.free > 0)
+            self.slots.fill(slot, await self._provisioner.create(may_hedge=lambda: self.slots.free > 0))
         self.counters.created += 1
         host = self._provisioner.backend.host_of(slot.box.id)
         telemetry.report(telemetry.Created(host, self._now() - slot.opened))
@@ -398,13 +406,13 @@ class Scheduler:
             slot.fail(reason)
             slot.box.mark_lost(reason)  # calls in flight fail at once
 
-    def eject(self, slot: Slot, epoch: int, reason: str) -> None:
+    def eject(self, slot: Slot, reason: str) -> None:
         """The sandbox is slow: set it aside."""
-        if slot.epoch == epoch and slot.state == "idle":
+        if slot.state == "idle":
             slot.box.mark_slow(True, reason)
             self.slots.move(slot, "degraded")
             self.update()
-        elif slot.epoch == epoch and slot.state == "busy":
+        elif slot.state == "busy":
             slot.fail("slow")
 
     def restore(self, slot: Slot, reason: str) -> None:

@@ -5,6 +5,7 @@ Invariant: every slot is in exactly one state, and the slots that count never ex
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,7 +32,9 @@ COUNTED: frozenset[SlotState] = frozenset({"creating", "idle", "checking", "busy
 class Slot:
     """One slot of a pool and its sandbox, from the decision to create it until it is removed."""
 
-    def __init__(self, now: float, *, extra: bool = False) -> None:
+    def __init__(self, number: int, now: float, *, extra: bool = False) -> None:
+        self.number = number
+        """Its position in the order in which the slots of a pool were opened."""
         self.state: SlotState = "creating"
         self.sandbox: Sandbox | None = None
         self.opened = now
@@ -66,7 +69,10 @@ class Slot:
 
 
 class Slots:
-    """All slots of one pool."""
+    """All slots of one pool.
+
+    A change of state takes the same time in a small and in a large pool; only iteration visits all slots.
+    """
 
     def __init__(self, max_size: int, clock: Callable[[], float]) -> None:
         self.max_size = max_size
@@ -74,6 +80,10 @@ class Slots:
         """Number of slots beyond ``max_size``."""
         self._clock = clock
         self._slots: dict[Slot, None] = {}
+        self._opened = 0
+        self._by_id: dict[str, Slot] = {}
+        self._idle: list[Slot] = []
+        """Sorted by ``_position``."""
         self._counts: dict[SlotState, int] = dict.fromkeys(_NEXT, 0)
 
     def __iter__(self) -> Iterator[Slot]:
@@ -99,32 +109,57 @@ class Slots:
     def open(self, *, extra: bool = False) -> Slot:
         """Add a slot for a sandbox that is about to be created."""
         assert extra or self.free > 0, f"a pool of {self.max_size} is full"
-        slot = Slot(self._clock(), extra=extra)
+        slot = Slot(self._opened, self._clock(), extra=extra)
+        self._opened += 1
         self._slots[slot] = None
         self._add(slot, 1)
         return slot
 
+    def fill(self, slot: Slot, sandbox: Sandbox) -> None:
+        """Set the sandbox of a slot."""
+        slot.sandbox = sandbox
+        self._by_id[sandbox.id] = slot
+
+    def find(self, id: str) -> Slot | None:
+        """Return the slot of a sandbox."""
+        return self._by_id.get(id)
+
     def move(self, slot: Slot, state: SlotState) -> None:
         """Change the state of a slot."""
         assert state in _NEXT[slot.state], f"a slot cannot change from {slot.state} to {state}"
+        if slot.state == "idle":
+            del self._idle[bisect.bisect_left(self._idle, _position(slot), key=_position)]
         if "checking" not in (slot.state, state):  # a checked sandbox keeps its position among idle ones
             slot.since = self._clock()
         self._add(slot, -1)
         slot.state = state
         slot.epoch += 1
         self._add(slot, 1)
+        if state == "idle":
+            bisect.insort(self._idle, slot, key=_position)
         if state == "gone":
             del self._slots[slot]
+            if slot.sandbox is not None:
+                del self._by_id[slot.sandbox.id]
 
     def idle(self) -> list[Slot]:
         """Return the idle slots, the one that has been idle longest first."""
-        return sorted((slot for slot in self._slots if slot.state == "idle"), key=lambda slot: slot.since)
+        return list(self._idle)
+
+    def longest_idle(self) -> Slot | None:
+        """Return the slot that has been idle longest."""
+        return self._idle[0] if self._idle else None
 
     def _add(self, slot: Slot, number: int) -> None:
         if slot.extra and slot.state in COUNTED:
             self.extra += number
         elif slot.state != "gone":
             self._counts[slot.state] += number
+
+
+def _position(slot: Slot) -> tuple[float, int]:
+    """Return the position of an idle slot: the one that has been idle longest comes first."""
+    return slot.since, slot.number
 
 
 @dataclass

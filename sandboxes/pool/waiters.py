@@ -28,11 +28,14 @@ class WaitQueue:
     def join(self, ticket: int) -> Waiter:
         """Return a future that gets a slot, or an error."""
         waiter: Waiter = asyncio.get_running_loop().create_future()
-        bisect.insort(self._waiters, (ticket, waiter), key=lambda entry: entry[0])
+        bisect.insort(self._waiters, (ticket, waiter), key=_ticket)
         return waiter
 
-    def leave(self, waiter: Waiter) -> None:
-        self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
+    def leave(self, ticket: int) -> None:
+        """Remove a caller, if it still waits."""
+        position = bisect.bisect_left(self._waiters, ticket, key=_ticket)
+        if position < len(self._waiters) and self._waiters[position][0] == ticket:
+            del self._waiters[position]
 
     def serve(self, slot: Slot) -> None:
         """Give a slot to the first caller."""
@@ -43,3 +46,7 @@ class WaitQueue:
         waiters, self._waiters = self._waiters, []
         for _, waiter in waiters:
             waiter.set_exception(error())
+
+
+def _ticket(entry: tuple[int, Waiter]) -> int:
+    return entry[0]
