@@ -25,6 +25,7 @@ BUNDLES = "/agentkit"
 BUNDLE = f"{BUNDLES}/agent"
 
 _ID = re.compile(r"ak-[0-9a-f]{16}")
+_SERVER = re.compile(r"[0-9a-zA-Z_][0-9a-zA-Z_.-]{0,63}")
 _RUN = re.compile(r"[0-9a-zA-Z-]{1,64}")
 
 
@@ -122,6 +123,13 @@ def record_path(id: str) -> Path:
 def recorded_ids() -> Iterator[str]:
     """Yield the sandboxes that have a record."""
     return (entry.name for entry in sorted(_subdirectory("records").iterdir()) if is_id(entry.name))
+
+
+def server_directory(name: str) -> Path:
+    """Return the directory of the sandbox server ``name``. Raises ``ValueError`` for an invalid name."""
+    if _SERVER.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is not the name of a server (letters, digits, dots, dashes and underscores)")
+    return _subdirectory("servers") / name
 
 
 def backend_directory(name: str) -> Path:

@@ -3,7 +3,8 @@
 Invariant: the reaper runs before the owner's first sandbox is created, outside the owner's process group and session.
 It detects the owner's end by the end of a pipe, and by polling in case a forked child holds the pipe open. It exits
 once nothing of the owner is left. Until then it also sweeps for sandboxes of other ended owners: at its start, every
-minute, and when a time to live ends.
+minute, and when a time to live ends. The sandboxes of a server are removed when they have been kept for a successor for
+the time that its heartbeat states; if one starts meanwhile, they are left to it and to its reaper.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from agentkit.sandboxes.reaper.sweep import Report, remove_free_heartbeats, swee
 
 SWEEP_INTERVAL = 60.0
 OWNER_POLL_INTERVAL = 1.0
+SUCCESSOR_POLL_INTERVAL = 0.5
 DEADLINE_POLL_INTERVAL = 3.0
 EMPTY_SWEEPS = 3
 """Sweeps in a row that must find nothing: a container that was being created at the owner's end is listed late."""
@@ -117,7 +119,7 @@ def _launch(owner: heartbeat.OwnerHeartbeat) -> int:
     try:
         with open(_log_path(), "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, owner.run, str(owner.owner)],
+                [sys.executable, "-c", _LAUNCH, owner.run, str(owner.owner), owner.server],
                 stdin=reads,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -152,13 +154,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def main() -> None:
-    """Entry point of the reaper process: heartbeat and owner as arguments, the pipe as standard input."""
+    """Entry point of the reaper process: heartbeat, owner and server as arguments, the pipe as standard input."""
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
     owner = Owner.parse(sys.argv[2])
     if owner is None:
         raise SystemExit(f"{sys.argv[2]!r} is not an owner process")
-    asyncio.run(Reaper(sys.argv[1], owner, pipe=0).run())
+    asyncio.run(Reaper(sys.argv[1], owner, pipe=0, server=sys.argv[3]).run())
 
 
 class Reaper:
@@ -168,10 +170,12 @@ class Reaper:
         run: name of the owner's heartbeat.
         owner: the owner process.
         pipe: descriptor of the pipe from the owner: recipes of back ends, one JSON object per line.
+        server: name of the owner, if it is a sandbox server.
     """
 
-    def __init__(self, run: str, owner: Owner, pipe: int) -> None:
+    def __init__(self, run: str, owner: Owner, pipe: int, server: str = "") -> None:
         self._owner_run = run
+        self._server = server
         self._owner = owner
         self._pipe = pipe
         self._backends: dict[str, Backend] = {}
@@ -188,13 +192,15 @@ class Reaper:
         sweeping = loop.create_task(self._sweep_all())
         try:
             await self._wait_for_owner()
-        finally:
             self._read()  # what the owner sent just before its end
+            succeeded = await self._wait_for_successor()
+        finally:
             loop.remove_reader(self._pipe)
             sweeping.cancel()
             await asyncio.wait([sweeping], timeout=5)
         try:
-            await self._remove_all()
+            if not succeeded:
+                await self._remove_all()
         finally:
             for backend in self._backends.values():
                 with contextlib.suppress(Exception):
@@ -204,6 +210,19 @@ class Reaper:
         while not self._ended.is_set() and self._owner.alive() is not False:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), OWNER_POLL_INTERVAL)
+
+    async def _wait_for_successor(self) -> bool:
+        """Return whether another process of the server has taken its sandboxes over before their time ended."""
+        path = paths.heartbeat_path(self._owner_run)
+        while self._server:
+            gone = self._owner.alive() is False  # before the state: the pipe ends before the heartbeat does
+            state = heartbeat.state(path)
+            if state in ("free", "absent"):
+                break
+            if gone and state != "kept":
+                return True
+            await asyncio.sleep(SUCCESSOR_POLL_INTERVAL)
+        return False
 
     def _read(self) -> None:
         """Read recipes from the pipe; its end sets ``_ended``."""

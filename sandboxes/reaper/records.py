@@ -35,6 +35,8 @@ class Record:
     """Seconds of ``heartbeat.now``; None: no time to live."""
     ended: bool = False
     """The deadline has passed and the removal has started."""
+    server: str = ""
+    """Name of the owner, if it is a sandbox server."""
 
     @property
     def due(self) -> bool:
@@ -47,7 +49,7 @@ class Record:
 def register(owner: OwnerHeartbeat, id: str, backend: str, ttl: float | None) -> None:
     """Write the record of sandbox ``id``, which ``owner`` is about to create."""
     deadline = None if ttl is None else now() + ttl
-    record = Record(id, backend, str(owner.owner), owner.run, owner.owner.boot, deadline)
+    record = Record(id, backend, str(owner.owner), owner.run, owner.owner.boot, deadline, server=owner.server)
     path = paths.record_path(id)
     write_atomically(path, _text(record))
 

@@ -18,7 +18,7 @@ from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.reaper import heartbeat, records
 from agentkit.sandboxes.reaper.heartbeat import HeartbeatState
-from agentkit.sandboxes.reaper.labels import DISCARDED, HOST, ID, MANAGED, ORIGIN, OWNER, RUN
+from agentkit.sandboxes.reaper.labels import DISCARDED, HOST, ID, MANAGED, ORIGIN, OWNER, RUN, SERVER
 from agentkit.sandboxes.reaper.owner import Owner, boot_id, host_id
 from agentkit.sandboxes.types import Observed, Snapshot
 
@@ -199,9 +199,7 @@ def _is_abandoned(labels: Mapping[str, str], run: str | None) -> bool:
     owner, name = Owner.parse(labels.get(OWNER, "")), labels.get(RUN, "")
     if owner is None or not is_run(name) or run not in (None, name):
         return False
-    state = heartbeat.state(paths.heartbeat_path(name))
-    rebooted = owner.boot != boot_id() and labels.get(HOST) == host_id()
-    return verdict(Observed("", "exited", labels), Evidence(owner.alive(), state, rebooted=rebooted)) != "keep"
+    return verdict(Observed("", "exited", labels), _evidence(owner, labels)) != "keep"
 
 
 def remove_free_heartbeats() -> None:
@@ -218,15 +216,25 @@ def _judge(observed: Observed) -> Verdict:
     if owner is None:
         return "foreign"
     record = records.read(observed.id)
-    evidence = Evidence(
-        alive=owner.alive(),
-        heartbeat=heartbeat.state(paths.heartbeat_path(observed.labels[RUN])),
-        due=record is not None and record.due,
-        rebooted=owner.boot != boot_id() and observed.labels.get(HOST) == host_id(),
-    )
-    decision = verdict(observed, evidence)
+    decision = verdict(observed, _evidence(owner, observed.labels, due=record is not None and record.due))
     # The owner may have extended it meanwhile: `expire` and `extend` exclude each other.
     return "keep" if decision == "expired" and not records.expire(observed.id) else decision
+
+
+def _evidence(owner: Owner, labels: Mapping[str, str], *, due: bool = False) -> Evidence:
+    alive, state = _owner_state(owner, labels[RUN], labels.get(SERVER, ""))
+    return Evidence(alive, state, due, rebooted=owner.boot != boot_id() and labels.get(HOST) == host_id())
+
+
+def _owner_state(owner: Owner, run: str, server: str) -> tuple[bool | None, HeartbeatState]:
+    """Return whether an owner's process runs, and the state of its heartbeat.
+
+    A server may have a successor, which has another process and the same heartbeat: its heartbeat decides. If there is
+    none where this user's server would have it, the first process decides.
+    """
+    state = heartbeat.state(paths.heartbeat_path(run))
+    decides = not server or (state == "absent" and run == heartbeat.run_of(server))
+    return owner.alive() if decides else None, state
 
 
 def _left_over(record: records.Record, backend: Backend, seen: Iterable[str]) -> bool:
@@ -237,7 +245,7 @@ def _left_over(record: records.Record, backend: Backend, seen: Iterable[str]) ->
     if record.due:
         return True
     owner = Owner.parse(record.owner)
-    return owner is not None and has_ended(owner.alive(), heartbeat.state(paths.heartbeat_path(record.run)))
+    return owner is not None and has_ended(*_owner_state(owner, record.run, record.server))
 
 
 async def _remove(backend: Backend, id: str) -> str | None:

@@ -45,6 +45,7 @@ from agentkit.sandboxes.server.protocol import (
     unpack_request,
 )
 from agentkit.sandboxes.server.sessions import SandboxSessions
+from agentkit.sandboxes.server.state import ServerState
 from agentkit.sandboxes.spec import SandboxSpec
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ _log = logging.getLogger(__name__)
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open: longer than in the client, which so never uses one that just closed."""
 _STOP_SECONDS = 3
+KEEP_SECONDS = 120.0
+"""Seconds for which sandboxes wait for the next process of their server."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +177,13 @@ class SandboxApp:
         if verb in ("exec", "spawn"):
             request = unpack_request(call.body)
             check_amount(self._sessions.policy, "output", request.output_limit)
-            channel = self._sessions.channel(key)
+            channel = await self._sessions.channel(key)
             if verb == "spawn":
                 return self._process_stream(await self._run(call, channel.spawn(request)))
             detached = request.idempotency_key is not None
             return pack_result(await self._run(call, channel.exec(request), detached=detached))
         path, number, data = unpack_arguments(call.body)
-        channel = self._sessions.channel(key)
+        channel = await self._sessions.channel(key)
         match verb:
             case "read":
                 check_amount(self._sessions.policy, "file", number)
@@ -344,6 +347,7 @@ class SandboxServer:
         certificate: str | Path | None = None,
         key: str | Path | None = None,
         measure: Callable[[], HostUsage] | None = None,
+        state: ServerState | None = None,
     ) -> None:
         """Bind the address.
 
@@ -356,6 +360,7 @@ class SandboxServer:
             certificate: path of a TLS certificate.
             key: path of the key of the certificate.
             measure: returns the use of this machine; by default it is measured.
+            state: where the next process of this server finds its sandboxes; None: they end with the server.
 
         Raises:
             ConfigError: the address is in use, or other machines can reach it and there is no certificate and key.
@@ -367,7 +372,9 @@ class SandboxServer:
             )
         config = config or ServerConfig()
         host_state = Host(config.watermarks.shares(), measure or (lambda: local_host(backend.storage)))
-        self.sessions = SandboxSessions(backend, host_state, config.policy, config.quota)
+        self.sessions = SandboxSessions(backend, host_state, config.policy, config.quota, state)
+        self.keep = False
+        """Leave the sandboxes to the next process of the server at the end."""
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family)
@@ -408,7 +415,7 @@ class SandboxServer:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._serving is not None
-        await self.sessions.stop()
+        await self.sessions.stop(keep=self.keep)
         self._uvicorn.should_exit = True
         await asyncio.wait({self._serving})
         self._socket.close()
@@ -430,9 +437,14 @@ def serve(
     config: str | Path | None = None,
     certificate: str | Path | None = None,
     key: str | Path | None = None,
+    name: str = "",
+    keep: float = KEEP_SECONDS,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve sandboxes until SIGINT or SIGTERM, then remove all of them and return.
+    """Serve sandboxes until SIGINT or SIGTERM.
+
+    SIGINT removes all sandboxes. After SIGTERM, or the death of the process, they are kept for ``keep`` seconds: a
+    server of the same name that starts within this time adopts them.
 
     Args:
         backend: name of the back end, or an instance, in which sandboxes are created.
@@ -443,24 +455,46 @@ def serve(
         config: a file of a ``ServerConfig``, in YAML.
         certificate: path of a TLS certificate.
         key: path of the key of the certificate.
+        name: name of the server, unique for this user on this machine. Default: the back end and the port. A server on
+            port 0 without a name keeps nothing.
+        keep: seconds for which sandboxes wait for the next process of the server; 0: they end with this one.
         announce: called with the URL once the server accepts requests.
 
     Raises:
-        ConfigError: the address, the token, the configuration or the name of the back end is not usable.
+        ConfigError: the address, the token, the configuration or the name of the back end is not usable, or a server of
+            this name runs.
         EngineUnavailable: the back end cannot be started.
     """
     token = find_token(token_file, make=True)
     rules = ServerConfig() if config is None else read_config(config)
 
     async def main() -> None:
-        stop = asyncio.Event()
+        received: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, _receive, received, number)
         chosen = backend_named(backend)
+        state = _state(chosen, name or (f"{chosen.name}-{port}" if port else ""), keep)
         async with SandboxServer(
-            chosen, token=token, host=host, port=port, config=rules, certificate=certificate, key=key
+            chosen,
+            token=token,
+            host=host,
+            port=port,
+            config=rules,
+            certificate=certificate,
+            key=key,
+            state=state,
         ) as server:
             announce(server.url)
-            await stop.wait()
+            server.keep = await received == signal.SIGTERM and state is not None
 
     asyncio.run(main())
+
+
+def _receive(received: asyncio.Future[int], number: int) -> None:
+    if not received.done():
+        received.set_result(number)
+
+
+def _state(backend: Backend, name: str, keep: float) -> ServerState | None:
+    """Return where a server keeps what its next process needs; None if its sandboxes end with it."""
+    return ServerState(name, keep) if name and keep and backend.recipe() is not None else None

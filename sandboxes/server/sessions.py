@@ -4,6 +4,9 @@ Invariant: clients reach only sandboxes that were created through this server. A
 its time to live ends, when all its clients have been disconnected for ``Quota.disconnected_seconds``, or when the
 server stops. A snapshot is removed when its client has been disconnected for that time and no sandbox made from it is
 left. If the server dies, the reaper removes them. Sandboxes in creation count against the quota.
+
+With a ``ServerState``, sandboxes and snapshots outlive the process for the time that it states: the next process of the
+server adopts them, with the channels that clients have open, and removes those about which it knows nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentkit.errors import QuotaExceeded, SandboxError, SandboxLost
+from agentkit.errors import InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Backend, Channel
+from agentkit.sandboxes.reaper import process
+from agentkit.sandboxes.reaper.labels import MANAGED, RUN
 from agentkit.sandboxes.reaper.registration import Registration
 from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.policy import Policy, Quota, permitted
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
+from agentkit.sandboxes.server.state import SavedSandbox, SavedSnapshot, ServerState
 from agentkit.sandboxes.spec import SandboxSpec
-from agentkit.sandboxes.tasks import begin, loop_time
+from agentkit.sandboxes.tasks import begin, finished, loop_time, retrieve, tracked
+from agentkit.sandboxes.threads import in_thread
 from agentkit.sandboxes.types import Observed, Snapshot
 
 T = TypeVar("T")
@@ -75,15 +82,21 @@ class _Recent(OrderedDict[str, str]):
 class SandboxSessions:
     """The sandboxes of all clients. It is used in one event loop, between ``start`` and ``stop``."""
 
-    def __init__(self, backend: Backend, host: Host, policy: Policy, quota: Quota) -> None:
+    def __init__(
+        self, backend: Backend, host: Host, policy: Policy, quota: Quota, files: ServerState | None = None
+    ) -> None:
         self.boot = secrets.token_hex(8)
-        """Identifies this run of the server."""
+        """Identifies this server; with a ``state``, in all of its processes."""
+        self._files = files
         self.backend = backend
         self.host = host
         self.policy = policy
         self.quota = quota
         self._sessions: dict[str, SandboxSession] = {}
         self._channels: dict[str, tuple[str, Channel]] = {}
+        self._adopted: dict[str, SandboxSession] = {}
+        """By channel key: adopted sandboxes whose agents are not connected yet."""
+        self._connecting: dict[str, asyncio.Task[None]] = {}
         self._closed_channels = _Recent()
         self._removed = _Recent()
         self._cancelled_calls = _Recent()
@@ -95,13 +108,33 @@ class SandboxSessions:
         self._stopping = False
 
     async def start(self) -> None:
-        """Start the back end and the background tasks. Raises ``EngineUnavailable``."""
-        await self.backend.start()
+        """Start the back end and the background tasks, and adopt what an earlier process of the server left.
+
+        Raises:
+            EngineUnavailable: the back end cannot be started.
+            ConfigError: the server of this name already runs.
+        """
+        if self._files is None:
+            await self.backend.start()
+        else:
+            self._files.open()
+            try:
+                self.boot = self._files.boot
+                await finished(in_thread(process.watch, self.backend))
+                await self.backend.start()
+                await self._adopt(self._files)
+            except BaseException:
+                self._files.close(keep=True)
+                raise
         self.background(self._expire_sessions())
         self.background(self._forward_events())
 
-    async def stop(self) -> None:
-        """Remove everything within 30 s; the reaper removes the rest."""
+    async def stop(self, *, keep: bool = False) -> None:
+        """Remove everything within 30 s; the reaper removes the rest.
+
+        Args:
+            keep: leave the sandboxes and snapshots to the next process of the server.
+        """
         self._stopping = True
         for queue in self._subscribers:
             _offer(queue, None)
@@ -110,13 +143,19 @@ class SandboxSessions:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS / 3)
+        if not keep:
+            await self._remove_all()
+        await self.backend.close()
+        if self._files is not None:
+            self._files.close(keep=keep)
+
+    async def _remove_all(self) -> None:
         removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
         removals += [asyncio.ensure_future(self.discard(id)) for id in list(self._snapshots)]
         if removals:
             _, late = await asyncio.wait(removals, timeout=_STOP_SECONDS / 2)
             for task in late:
                 task.cancel()
-        await self.backend.close()
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run ``work`` to its end and log its failure."""
@@ -204,15 +243,20 @@ class SandboxSessions:
 
     async def attach(self, id: str, client: str) -> SandboxSession:
         session = self.session(id)
+        if session.key in self._adopted:
+            await self._reconnect(session)
         if session.key not in self._channels:
             self._set_channel(session, (await self.backend.attach(id))[1], client)
-        session.clients.add(client)
+        elif client not in session.clients:
+            session.clients.add(client)
+            self._save(session)
         return session
 
     async def restart(self, id: str, client: str) -> SandboxSession:
         session = self.session(id)
         old = self._channels.get(session.key)
         channel = await self.backend.restart(id)
+        self._adopted.pop(session.key, None)
         if old is not None:
             await old[1].close()
         self._set_channel(session, channel, client)
@@ -232,6 +276,7 @@ class SandboxSessions:
         session = self.session(id)
         await session.registration.extend(ttl)
         session.deadline = None if ttl is None else loop_time() + ttl
+        self._save(session)
 
     async def inspect(self, id: str) -> Observed:
         return await self.backend.inspect(id) if id in self._sessions else Observed(id, "absent", {})
@@ -247,8 +292,10 @@ class SandboxSessions:
         session.last_contact = loop_time()
         return session
 
-    def channel(self, key: str) -> Channel:
-        """Return an open channel. Raises ``SandboxLost``."""
+    async def channel(self, key: str) -> Channel:
+        """Return an open channel. Raises ``SandboxLost``, and ``InvalidTransition`` for an adopted, paused sandbox."""
+        if key in self._adopted:
+            await self._reconnect(self._adopted[key])
         if key not in self._channels:
             reason = self._closed_channels.get(key, "engine_down")
             raise SandboxLost(f"the connection to the sandbox is lost: {reason}", reason=reason)
@@ -271,11 +318,13 @@ class SandboxSessions:
         name = paths.new_id()
         stored = self._snapshots[name] = StoredSnapshot(client, loop_time())
         try:
-            stored.snapshot = await self.backend.snapshot(id, name)
+            taken = stored.snapshot = await self.backend.snapshot(id, name)
         finally:
             stored.last_contact = loop_time()
             if stored.snapshot is None:
                 del self._snapshots[name]
+        if self._files is not None:
+            self._files.save_snapshot(SavedSnapshot(taken, client))
         # The client gets a name only: no path and no image of the server.
         return Snapshot(name, "remote", f"{SNAPSHOT_IMAGE}/{self.boot}/{name}", None)
 
@@ -287,6 +336,8 @@ class SandboxSessions:
         if stored is not None and stored.snapshot is not None:
             await self.backend.discard(stored.snapshot)
             self._snapshots.pop(name, None)
+            if self._files is not None:
+                self._files.forget("snapshots", name)
 
     def _snapshot_of(self, spec: SandboxSpec) -> Snapshot | None:
         """Return the snapshot from which ``spec`` is created; None if ``spec`` names an ordinary image."""
@@ -308,7 +359,7 @@ class SandboxSessions:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
         self._subscribers[queue] = client
         _offer(queue, _line(hello=self.boot, body=self.quota.body, **self._state))
-        lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if key not in self._channels}
+        lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)}
         _offer(queue, _line(lost=lost))
         return queue
 
@@ -354,24 +405,101 @@ class SandboxSessions:
         """Return the state of the server as plain data."""
         return self._state
 
+    # Adoption
+
+    async def _adopt(self, files: ServerState) -> None:
+        """Take over the sandboxes and snapshots of earlier processes; remove those that no file describes."""
+        present = {seen.id: seen for seen in await self.backend.list({MANAGED: "1", RUN: files.run})}
+        for saved in files.sandboxes():
+            seen = present.get(saved.id)
+            if seen is None or seen.state not in ("running", "paused"):
+                files.forget("sandboxes", saved.id)
+                continue
+            del present[saved.id]
+            registration = Registration(saved.id, saved.spec, self.backend)
+            session = SandboxSession(saved.id, saved.spec, registration, loop_time(), saved.key)
+            session.clients, session.deadline = set(saved.clients), saved.deadline
+            self._sessions[saved.id] = self._adopted[saved.key] = session
+            if seen.state == "running":
+                self._begin_reconnecting(session)
+        for id in present:
+            _log.warning("removing sandbox %s of an earlier process of this server, which ended or is not known", id)
+            self.background(self._remove_unknown(id))
+        existing = {seen.id for seen in await self.backend.snapshots()}
+        for saved in files.snapshots():
+            if saved.snapshot.id in existing:
+                self._snapshots[saved.snapshot.id] = StoredSnapshot(saved.client, loop_time(), saved.snapshot)
+            else:
+                files.forget("snapshots", saved.snapshot.id)
+
+    async def _remove_unknown(self, id: str) -> None:
+        self._removed[id] = ""
+        await self.backend.remove(id)
+        await Registration(id, SandboxSpec(), self.backend).unregister()
+
+    async def _reconnect(self, session: SandboxSession) -> None:
+        """Connect to the agent of an adopted sandbox, once for all callers."""
+        await asyncio.shield(self._connecting.get(session.key) or self._begin_reconnecting(session))
+
+    def _begin_reconnecting(self, session: SandboxSession) -> asyncio.Task[None]:
+        key = session.key
+
+        async def connect() -> None:
+            try:
+                channel = (await self.backend.attach(session.id))[1]
+            except InvalidTransition:  # paused: the next call tries again
+                raise
+            except SandboxError as error:
+                if self._adopted.pop(key, None) is not None:
+                    self._end_channel(key, str(error.details.get("reason", "agent_dead")))
+            else:
+                if self._adopted.pop(key, None) is None:  # removed or restarted meanwhile
+                    await channel.close()
+                else:
+                    self._open_channel(session, channel)
+
+        task = self._connecting[key] = tracked(connect(), self._tasks)
+        task.add_done_callback(retrieve)
+        task.add_done_callback(lambda _: self._connecting.pop(key, None))
+        return task
+
     # Bookkeeping
+
+    def _save(self, session: SandboxSession) -> None:
+        if self._files is not None and self._sessions.get(session.id) is session:
+            clients = sorted(session.clients)
+            self._files.save_sandbox(SavedSandbox(session.id, session.spec, session.key, clients, session.deadline))
 
     def _forget(self, session: SandboxSession) -> None:
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
             self._removed[session.id] = ""
+            if self._files is not None:
+                self._files.forget("sandboxes", session.id)
+
+    def _is_open(self, key: str) -> bool:
+        return key in self._channels or key in self._adopted
 
     def _set_channel(self, session: SandboxSession, channel: Channel, client: str) -> None:
-        key = session.key = secrets.token_hex(16)
-        self._channels[key] = (session.id, channel)
+        session.key = secrets.token_hex(16)
         session.clients.add(client)
+        self._open_channel(session, channel)
+        self._save(session)
+
+    def _open_channel(self, session: SandboxSession, channel: Channel) -> None:
+        key = session.key
+        self._channels[key] = (session.id, channel)
         channel.lost.add_done_callback(
             lambda lost: self._close_channel(key, "closed" if lost.cancelled() else lost.result())
         )
 
     def _close_channel(self, key: str, reason: str) -> None:
-        if self._channels.pop(key, None) is not None:
-            self._closed_channels[key] = reason
+        if self._channels.pop(key, None) is not None or self._adopted.pop(key, None) is not None:
+            self._end_channel(key, reason)
+
+    def _end_channel(self, key: str, reason: str) -> None:
+        self._closed_channels[key] = reason
+        if not self._stopping:
             self._broadcast(lost={key: reason})
 
     async def _expire_sessions(self) -> None:

@@ -18,8 +18,12 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with `policy`, `quota` and `watermarks`.")] = None,
+    name: Annotated[str, typer.Option(help="Name of this server; default: the back end and the port.")] = "",
+    keep: Annotated[
+        float, typer.Option(min=0, help="Seconds for which sandboxes wait for a restarted server; 0: they end with it.")
+    ] = 120.0,
 ) -> None:
-    """Serve sandboxes to other machines over HTTP until SIGINT or SIGTERM."""
+    """Serve sandboxes to other machines over HTTP until SIGINT, which removes them, or SIGTERM, which keeps them."""
     from agentkit.sandboxes.server.app import serve as serve_sandboxes
 
     serve_sandboxes(
@@ -30,5 +34,7 @@ def serve(
         certificate=certificate,
         key=key,
         config=config,
+        name=name,
+        keep=keep,
         announce=lambda url: typer.echo(f"serving {backend} sandboxes at {url}"),
     )

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentkit.errors import EngineUnavailable, SandboxError, SandboxLost, StartTimeout
+from agentkit.errors import EngineUnavailable, InvalidTransition, SandboxError, SandboxLost, StartTimeout
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.agent import seccomp
 from agentkit.sandboxes.agent.channel import AgentChannel, AgentListener
@@ -200,6 +200,8 @@ class LocalBackend(Backend):
     async def _attach(self, state: LocalState) -> tuple[SandboxSpec, AgentChannel]:
         if not state.runs:
             raise _lost(state)
+        if state.paused:
+            raise InvalidTransition(f"sandbox {state.id} is paused; resume it before connecting")
         try:
             listener = await agents.listen_again(state.id, state.spec, state.isolation)
         except FileNotFoundError:

@@ -51,6 +51,8 @@ class LaunchContext:
     """The first process inside waits for a byte from it before it runs anything."""
     lifeline: int = -1
     """The end of a pipe that the launcher holds open; the agent ends with it. Only ``Bubblewrap`` uses one."""
+    lasting: bool = False
+    """The sandbox may outlive the thread that starts it."""
     fds: list[int] = field(default_factory=list)
     """All descriptors that the launcher inherits."""
 
@@ -146,7 +148,8 @@ class Bubblewrap(Isolation):
         options = [
             *self._user(launch.spec),
             "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
-            "--as-pid-1", "--hostname", "sandbox", "--die-with-parent", "--new-session",
+            "--as-pid-1", "--hostname", "sandbox", "--new-session",
+            *(() if launch.lasting else ("--die-with-parent",)),
             "--info-fd", str(launch.info), "--block-fd", str(launch.release),
             *(("--json-status-fd", str(launch.lifeline)) if launch.lifeline >= 0 else ()),
             "--clearenv", *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
@@ -178,6 +181,7 @@ class Namespaces(Isolation):
         plan = {
             "info": launch.info,
             "release": launch.release,
+            "lasting": launch.lasting,
             "user": [int(number) for number in launch.spec.user.split(":")],
             "files": [asdict(entry) for entry in entries(launch.spec, launch.directory, launch.group)],
             "hidden": HIDDEN_PROC,
@@ -203,7 +207,8 @@ class Rlimits(Isolation):
     def command(self, launch: LaunchContext, program: list[str]) -> list[str]:
         wait = [sys.executable, "-I", "-S", "-c", _WAIT, str(launch.info), str(launch.release)]
         # The agent kills everything that it started when it gets SIGTERM.
-        return ["setpriv", "--pdeathsig", "TERM", "--no-new-privs", *wait, *_limited(launch), *program]
+        ending = () if launch.lasting else ("--pdeathsig", "TERM")
+        return ["setpriv", *ending, "--no-new-privs", *wait, *_limited(launch), *program]
 
 
 _WAIT = """\

@@ -2,11 +2,12 @@
 
     python3 -I -S namespaces.py DESCRIPTOR
 
-``DESCRIPTOR`` contains the plan as JSON: ``info``, ``release`` (descriptors), ``user`` (uid, gid), ``files``,
-``hidden`` (names below /proc), ``environment`` and ``command``.
+``DESCRIPTOR`` contains the plan as JSON: ``info``, ``release`` (descriptors), ``lasting``, ``user`` (uid, gid),
+``files``, ``hidden`` (names below /proc), ``environment`` and ``command``.
 
 Invariant: the command is process 1 of a PID name space, sees only the files of the plan, has no capabilities and cannot
-gain any, and dies with this process, which dies with its parent. If a step fails, nothing runs.
+gain any, and dies with this process, which dies with its parent unless the plan is ``lasting``. If a step fails,
+nothing runs.
 """
 
 import ctypes
@@ -198,10 +199,11 @@ def inside(plan):
 
 
 def main():
-    prctl(PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)
     with open(int(sys.argv[1])) as file:
         plan = json.load(file)
+    if not plan["lasting"]:
+        prctl(PDEATHSIG, signal.SIGKILL)
     unshare(plan["user"])
     child = os.fork()
     if child == 0:

@@ -1,8 +1,8 @@
 """Start and end the processes of local sandboxes.
 
 Invariant: nothing runs in a sandbox before its limits are set. One thread, which lives as long as this process, starts
-all launchers: the kernel kills them together with the thread that started them. If a start fails or is cancelled, its
-processes are killed.
+all launchers: the kernel kills them together with the thread that started them, except those of a sandbox server,
+whose sandboxes may outlive it. If a start fails or is cancelled, its processes are killed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from agentkit.errors import StartTimeout
 from agentkit.sandboxes.backends.local.filesystem import ENVIRONMENT
 from agentkit.sandboxes.backends.local.isolation import Isolation, LaunchContext
 from agentkit.sandboxes.backends.local.state import LocalState, ProcessIdentity, log_path
+from agentkit.sandboxes.reaper.labels import SERVER
 from agentkit.sandboxes.reaper.owner import boot_id
 from agentkit.sandboxes.threads import DaemonThreadPool
 
@@ -42,7 +43,8 @@ def launch(isolation: Isolation, state: LocalState, directory: Path) -> tuple[su
     """
     info, info_writer = os.pipe()
     release, release_writer = os.pipe()
-    context = LaunchContext(state.spec, directory, state.group, info_writer, release)
+    lasting = SERVER in state.labels
+    context = LaunchContext(state.spec, directory, state.group, info_writer, release, lasting=lasting)
     process = None
     try:
         argv = isolation.command(context, isolation.agent(context))
@@ -56,6 +58,7 @@ def launch(isolation: Isolation, state: LocalState, directory: Path) -> tuple[su
                     pass_fds=context.fds,
                     cwd="/",
                     env=ENVIRONMENT,
+                    start_new_session=lasting,
                     restore_signals=False,  # bwrap writes its end into a pipe that may have no reader
                 )
             ).result()

@@ -95,7 +95,7 @@ class TestHeartbeat:
         mine = heartbeat.current()
         time.sleep(0.05)
         assert heartbeat.state(mine.path, stale_after=0.01) == "stale"
-        mine._renew()
+        mine.renew()
         assert heartbeat.state(mine.path, stale_after=30) == "held"
 
     @pytest.mark.parametrize("jump", [-3600.0, 3600.0, 1e8])
@@ -110,7 +110,7 @@ class TestHeartbeat:
     def test_it_comes_back_if_the_directory_is_cleared(self) -> None:
         mine = heartbeat.current()
         mine.path.unlink()
-        mine._renew()
+        mine.renew()
         assert heartbeat.state(mine.path) == "held"
 
     def test_it_never_renews_a_file_that_is_not_its_own(self, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ class TestHeartbeat:
         other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
         os.dup2(other, number)  # as after a daemon closed all its files and opened others
         before = (tmp_path / "other").stat().st_mtime
-        mine._renew()
+        mine.renew()
         assert (tmp_path / "other").stat().st_mtime == before
         assert heartbeat.state(mine.path) == "held"
         os.close(number)
