@@ -33,6 +33,7 @@ from agentkit.sandboxes.server.admission import AdmissionControl, Message, Recei
 from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
 from agentkit.sandboxes.server.config import ServerConfig, read_config
 from agentkit.sandboxes.server.host import Host
+from agentkit.sandboxes.server.metrics import ERROR, ServerMetrics
 from agentkit.sandboxes.server.policy import check_amount
 from agentkit.sandboxes.server.protocol import (
     CALL_HEADER,
@@ -105,6 +106,7 @@ class SandboxApp:
             response, status = await self._dispatch(call), 200
         except Exception as error:
             response, status = pack_error(error), _status(error)
+            scope[ERROR] = type(error).__name__
         if isinstance(response, _Stream):
             await _send_stream(response, receive, send)
             return
@@ -385,9 +387,13 @@ class SandboxServer:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         address = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
+        app = AdmissionControl(SandboxApp(self.sessions), token, config.quota)
+        readers = [token] if config.metrics_token_file is None else [token, find_token(config.metrics_token_file)]
+        sessions = {"operator": self.sessions}
+        measured = ServerMetrics(app, readers, backend, host_state, lambda: sessions, config.quota.sandboxes)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                AdmissionControl(SandboxApp(self.sessions), token, config.quota),  # pyright: ignore[reportArgumentType]
+                measured,  # pyright: ignore[reportArgumentType]
                 http=http_protocol(config.quota.header_seconds),
                 ws="none",
                 lifespan="off",

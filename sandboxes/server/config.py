@@ -24,6 +24,8 @@ class ServerConfig(Spec):
     """What all clients together may use."""
     watermarks: Watermarks = Watermarks()
     """Use of the machine from which no more sandboxes are created."""
+    metrics_token_file: str | None = None
+    """File with a token that may only read ``GET /metrics``, for Prometheus. The server's own token may, too."""
 
 
 def read_config(path: str | Path) -> ServerConfig:

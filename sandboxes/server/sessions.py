@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -106,6 +106,8 @@ class SandboxSessions:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._buffered = 0
         self._stopping = False
+        self.expired = 0
+        """Sandboxes that were removed because their time to live ended or their clients were gone."""
 
     async def start(self) -> None:
         """Start the back end and the background tasks, and adopt what an earlier process of the server left.
@@ -277,6 +279,21 @@ class SandboxSessions:
         await session.registration.extend(ttl)
         session.deadline = None if ttl is None else loop_time() + ttl
         self._save(session)
+
+    def count(self, states: Mapping[str, str] | None) -> Counter[str]:
+        """Return the number of sandboxes in each state: ``creating``, a state of the engine, or ``unknown``.
+
+        Args:
+            states: the state of each sandbox that the engine knows, by id; None if it does not answer.
+        """
+        return Counter(
+            "creating" if not session.key else "unknown" if states is None else states.get(session.id, "absent")
+            for session in self._sessions.values()
+        )
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
 
     async def inspect(self, id: str) -> Observed:
         return await self.backend.inspect(id) if id in self._sessions else Observed(id, "absent", {})
@@ -522,6 +539,7 @@ class SandboxSessions:
         _log.info("removing sandbox %s: its time to live ended, or its clients are gone", session.id)
         try:
             await asyncio.wait_for(self.remove(session.id), _STOP_SECONDS)
+            self.expired += 1
         finally:
             session.expiring = False
 
