@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentkit.config_io import load_config as load_config
     from agentkit.envs.base import AsyncTextEnv as AsyncTextEnv
     from agentkit.envs.base import TextEnv as TextEnv
+    from agentkit.envs.isolation.redundancy import Redundancy as Redundancy
     from agentkit.envs.spaces import Text as Text
     from agentkit.envs.vector import make_vec as make_vec
     from agentkit.errors import AgentkitError as AgentkitError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agentkit.registry import register as register
     from agentkit.results import EvalResult as EvalResult
     from agentkit.results import RunResult as RunResult
+    from agentkit.sandboxes.pool.health import HealthPolicy as HealthPolicy
     from agentkit.sandboxes.pool.pool import SandboxPool as SandboxPool
     from agentkit.sandboxes.sandbox import Sandbox as Sandbox
     from agentkit.sandboxes.sync import SyncSandbox as SyncSandbox
@@ -42,7 +44,9 @@ _MODULES = {
     "EnvSpec": "agentkit.registry",
     "EvalResult": "agentkit.results",
     "Group": "agentkit.types",
+    "HealthPolicy": "agentkit.sandboxes.pool.health",
     "Message": "agentkit.types",
+    "Redundancy": "agentkit.envs.isolation.redundancy",
     "RunConfig": "agentkit.config",
     "RunResult": "agentkit.results",
     "Sandbox": "agentkit.sandboxes.sandbox",

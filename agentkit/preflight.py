@@ -103,7 +103,7 @@ def _sandbox_problem(env: EnvConfig) -> str:
     from agentkit.sandboxes.pool.health import HealthPolicy, local_host, pressure
 
     policy = HealthPolicy(watermark=env.health.watermark)
-    reason = pressure(local_host(), policy, already=False)
+    reason = pressure(local_host(), policy.watermarks, already=False)
     if reason is None:
         return ""
     return f"env.sandbox={env.sandbox}: {reason}; free some, or raise env.health.watermark"

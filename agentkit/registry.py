@@ -280,8 +280,19 @@ def arguments_here(
 
 
 def with_redundancy(cls: Any, arguments: dict[str, Any], redundancy: Redundancy) -> dict[str, Any]:
-    """Return the arguments, with ``redundancy`` if the environment makes sandboxes itself and has such an argument."""
-    if cls.own_sandboxes(**arguments) is None or "redundancy" not in inspect.signature(cls).parameters:
+    """Return the arguments, with ``redundancy`` if the environment makes sandboxes itself and has such an argument.
+
+    Raises:
+        ConfigError: such an environment would have to be replayed.
+    """
+    if cls.own_sandboxes(**arguments) is None:
+        return arguments
+    if redundancy.recovery == "replay" or redundancy.standbys:
+        raise ConfigError(
+            f"{cls.__name__} makes its sandboxes itself, and its episodes cannot be replayed: set recovery to retry or "
+            "void, and standbys to 0"
+        )
+    if "redundancy" not in inspect.signature(cls).parameters:
         return arguments
     return {"redundancy": redundancy, **arguments}
 

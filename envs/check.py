@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +117,13 @@ class Subject:
         return env if isinstance(env, TextEnv) else SyncTextEnv(env)
 
 
-def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult]:
+def check(id: str, *, timeout: float = 120.0, sandbox: str | None = None, **kwargs: Any) -> list[CheckResult]:
     """Check a registered environment.
 
     Args:
         id: a registered name.
         timeout: seconds that each check may take.
+        sandbox: a back end of sandboxes, in which the environment must play the same episodes; None: not checked.
         kwargs: arguments of the environment.
 
     Returns:
@@ -136,7 +137,10 @@ def check(id: str, *, timeout: float = 120.0, **kwargs: Any) -> list[CheckResult
         return [CheckResult("loads", False, str(problem))]
     subject = Subject(id, spec.entry_point, arguments, timeout)  # pyright: ignore[reportArgumentType]
     results = [CheckResult("loads", True, f"{subject.cls.__module__}:{subject.cls.__qualname__}")]
-    return results + [_bounded(name, function, subject, timeout) for name, function in CHECKS.items()]
+    checks = dict(CHECKS)
+    if sandbox is not None:
+        checks["in a sandbox"] = lambda subject: _in_sandbox(subject, sandbox)
+    return results + [_bounded(name, function, subject, timeout) for name, function in checks.items()]
 
 
 def _bounded(name: str, function: Callable[[Subject], str], subject: Subject, timeout: float) -> CheckResult:
@@ -261,21 +265,25 @@ def _random_agent(subject: Subject) -> str:
 def fingerprint(cls: type[Any], kwargs: dict[str, Any]) -> str:
     """Return a digest of all actions and results of a seeded random agent in three episodes."""
     digest = hashlib.sha256()
-    env = Subject("", cls, kwargs).make()
+    for seen in _played(Subject("", cls, kwargs).make()):
+        digest.update(repr(seen).encode(errors="backslashreplace"))
+    return digest.hexdigest()
+
+
+def _played(env: TextEnv) -> Iterator[tuple[Any, ...]]:
+    """Yield what a seeded random agent sees in three episodes; ``info`` is last. Close the environment."""
     for seed in (0, 1, 2):
         env.action_space.seed(seed)
         rng = np.random.default_rng(seed)
         observation, info = env.reset(seed=seed)
-        digest.update(repr((seed, observation)).encode())
+        yield seed, observation, []
         for _ in range(30):
             action = _actions(env, info, rng)
             observation, reward, terminated, truncated, info = env.step(action)
-            seen = (action, observation, float(reward), terminated, truncated, sorted(info.items(), key=str))
-            digest.update(repr(seen).encode(errors="backslashreplace"))
+            yield action, observation, float(reward), terminated, truncated, sorted(info.items(), key=str)
             if terminated or truncated:
                 break
     env.close()
-    return digest.hexdigest()
 
 
 def _determinism(subject: Subject) -> str:
@@ -311,6 +319,23 @@ def _determinism(subject: Subject) -> str:
     if other.stdout.split()[-1] != first:
         raise Failure("another process gives other episodes: something depends on hash(), on the order of a set, …")
     return "in two instances and in another process"
+
+
+def _in_sandbox(subject: Subject, sandbox: str) -> str:
+    """Check that a sandboxed instance plays the same episodes; values in ``info`` may arrive as texts."""
+    made = registry.make(subject.id, sandbox=sandbox, **subject.kwargs)
+    env = made if isinstance(made, TextEnv) else SyncTextEnv(made)
+    try:
+        there = [seen[:-1] for seen in _played(env)]
+    finally:
+        env.close()
+    if not subject.cls.deterministic:
+        return f"on {sandbox}; declared not deterministic: episodes not compared"
+    here = [seen[:-1] for seen in _played(subject.make())]
+    if there != here:
+        differing = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), (here[-1], there[-1]))
+        raise Failure(f"its episodes differ: here {differing[0]!r:.200}, in the sandbox {differing[1]!r:.200}")
+    return f"the same episodes on {sandbox}"
 
 
 def _global_randomness(subject: Subject) -> str:

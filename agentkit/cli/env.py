@@ -25,6 +25,14 @@ app = typer.Typer(help="List, inspect, check, play and create environments.", no
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="Registered name, such as FrozenLake-v1.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.")]
+Sandbox = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BACKEND",
+        help="Run it in a sandbox: `docker`, `local`, `remote`, or `remote:URL,URL` for these servers.",
+        show_default=False,
+    ),
+]
 
 
 def arguments_of(pairs: list[str] | None) -> dict[str, Any]:
@@ -97,12 +105,16 @@ def check(
     id: Id,
     arguments: Arguments = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each check.")] = 120.0,
+    sandbox: Sandbox = None,
 ) -> None:
-    """Check an environment: gymnasium's checker, determinism, randomness, types, expert, closing."""
+    """Check an environment: gymnasium's checker, determinism, randomness, types, expert, closing.
+
+    With --sandbox, also check that it plays the same episodes in a sandbox.
+    """
     from agentkit.envs.check import check as examine
 
     with watched(f"checking {id}"):
-        results = examine(id, timeout=timeout, **arguments_of(arguments))
+        results = examine(id, timeout=timeout, sandbox=sandbox, **arguments_of(arguments))
     for result in results:
         mark = typer.style("ok  ", fg=typer.colors.GREEN) if result.passed else typer.style("FAIL", fg=typer.colors.RED)
         typer.echo(f"{mark}  {result.name}{f': {result.detail}' if result.detail else ''}")
@@ -120,6 +132,7 @@ def play(
     arguments: Arguments = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; each further one adds 1.")] = 0,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 1,
+    sandbox: Sandbox = None,
     expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Let a random agent play.")] = False,
     delay: Annotated[float, typer.Option(min=0.0, help="Seconds between actions of an automatic player.")] = 0.0,
@@ -134,12 +147,16 @@ def play(
     if web:
         if expert or random:
             raise ConfigError("--web is for human players; --expert and --random play in the terminal")
+        if sandbox is not None:
+            raise ConfigError("--web shows pages of an environment in this process; leave out --web or --sandbox")
         env_web.serve(id, arguments_of(arguments), seed=seed, port=port, ready=_tell_address)
         return
     if expert and random:
         raise ConfigError("--expert and --random contradict; choose one, or none to play by hand")
     player = "expert" if expert else "random" if random else "human"
-    env_play.play(id, arguments_of(arguments), player=player, seed=seed, episodes=episodes, delay=delay)
+    env_play.play(
+        id, arguments_of(arguments), sandbox=sandbox, player=player, seed=seed, episodes=episodes, delay=delay
+    )
 
 
 def _tell_address(address: str) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from agentkit import registry
 from agentkit.envs.base import TextEnv, expert_actions
+from agentkit.envs.isolation.env import SandboxedTextEnv
 from agentkit.envs.sync import SyncTextEnv
 from agentkit.errors import ConfigError
 from agentkit.text import printable
@@ -23,15 +24,18 @@ Player = Literal["human", "expert", "random"]
 Choose = Callable[[dict[str, Any]], str | None]
 
 
-def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episodes: int, delay: float) -> None:
+def play(
+    id: str, arguments: dict[str, Any], *, sandbox: str | None, player: Player, seed: int, episodes: int, delay: float
+) -> None:
     """Play ``episodes`` episodes and print them. Raises ``ConfigError`` if an expert is requested and missing."""
-    made = registry.make(id, **arguments)
+    made = registry.make(id, sandbox=sandbox, **arguments)
     env: TextEnv = made if isinstance(made, TextEnv) else SyncTextEnv(made)
-    if player == "expert" and not type(made).has_expert():
-        raise ConfigError(f"{id} has no expert; play with --random or by hand")
     solved = 0
     try:
-        typer.echo(type(made).instructions_for(**{**registry.entry(id).load().kwargs, **arguments}) + "\n")
+        rules, has_expert = _description(id, arguments, made)
+        if player == "expert" and not has_expert:
+            raise ConfigError(f"{id} has no expert; play with --random or by hand")
+        typer.echo(f"{rules}\n")
         for episode in range(episodes):
             success = _episode(env, seed + episode, player, delay)
             if success is None:
@@ -41,6 +45,13 @@ def play(id: str, arguments: dict[str, Any], *, player: Player, seed: int, episo
             typer.echo(f"solved {solved} of {episodes}")
     finally:
         env.close()
+
+
+def _description(id: str, arguments: dict[str, Any], made: Any) -> tuple[str, bool]:
+    """Return the rules of an environment, and whether it has an expert."""
+    if isinstance(made, SandboxedTextEnv):
+        return made.description.instructions, made.description.has_expert
+    return type(made).instructions_for(**{**registry.entry(id).load().kwargs, **arguments}), type(made).has_expert()
 
 
 def _episode(env: TextEnv, seed: int, player: Player, delay: float) -> bool | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import ResetNeeded
 
@@ -19,6 +19,9 @@ from agentkit.envs.code_runner.runner import SOURCE_LIMIT, Limits, Run, check_ti
 from agentkit.envs.spaces import Text
 from agentkit.envs.task_files import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
+
+if TYPE_CHECKING:
+    from agentkit.envs.isolation.redundancy import Redundancy
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _SHOWN = 500
@@ -43,6 +46,7 @@ class CodeContest(AsyncTextEnv):
         time_limit: seconds of processor time of one run.
         memory: address space of the program, such as ``"256m"``.
         backend: back end of the sandboxes that run programs: ``"docker"``, ``"local"``, or another name.
+        redundancy: its ``spares``, ``hedge`` and ``health`` apply to these sandboxes; None keeps one spare.
 
     Raises:
         ValueError: an argument is out of range.
@@ -67,6 +71,7 @@ class CodeContest(AsyncTextEnv):
         time_limit: int = 2,
         memory: int | str = "256m",
         backend: str = "docker",
+        redundancy: Redundancy | None = None,
     ) -> None:
         check_split(split)
         if not 1 <= max_turns <= 100:
@@ -76,7 +81,7 @@ class CodeContest(AsyncTextEnv):
         self.split: Split | None = split
         self.action_space = Text(examples=("print(sum(map(int, input().split())))", "print(input()[::-1])"))
         self._tasks = load(path, Task, "statement", split) if path is not None else None
-        self._runner = runner(backend, memory)
+        self._runner = runner(backend, memory, redundancy)
         self._limits = Limits(seconds=time_limit, memory=int(parse_size(memory)))
         self.task: Task | None = None
         self._turns_left = 0

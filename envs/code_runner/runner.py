@@ -25,6 +25,7 @@ from agentkit.sandboxes.spec import Resources, SandboxSpec, parse_size
 from agentkit.sandboxes.types import ExecResult
 
 if TYPE_CHECKING:  # environments without tools also run without the packages of sandboxes
+    from agentkit.envs.isolation.redundancy import Redundancy
     from agentkit.sandboxes.pool.pool import Lease
     from agentkit.sandboxes.sandbox import Sandbox
 
@@ -93,8 +94,13 @@ def check_time_limit(time_limit: int) -> None:
         raise ValueError(f"time_limit={time_limit!r} must lie between 1 and 600 whole seconds")
 
 
-def runner(backend: str, memory: int | str) -> SharedResource[Runner]:
-    """Return a use of the sandboxes of ``backend`` whose programs may use ``memory`` bytes each.
+def runner(backend: str, memory: int | str, redundancy: Redundancy | None = None) -> SharedResource[Runner]:
+    """Return a use of the sandboxes of ``backend``.
+
+    Args:
+        backend: name of the back end.
+        memory: bytes that a program may use.
+        redundancy: its ``spares`` (in addition to one sandbox), ``hedge`` and ``health`` apply; None: one spare.
 
     Raises:
         ConfigError: ``memory`` is not a size.
@@ -105,27 +111,33 @@ def runner(backend: str, memory: int | str) -> SharedResource[Runner]:
         raise ConfigError(f"memory={memory!r}: {error}") from None
     if size < 64 << 20:
         raise ConfigError(f"memory={memory!r} is too little for Python: give it at least 64m")
-    return SharedResource(("programs", backend, size), lambda: Runner(backend, size))
+    return SharedResource(("programs", backend, size, redundancy), lambda: Runner(backend, size, redundancy))
 
 
 class Runner:
-    """The sandboxes of one back end, one for each processor."""
+    """The sandboxes of one back end, at most two for each processor."""
 
-    def __init__(self, backend: str, memory: int) -> None:
+    def __init__(self, backend: str, memory: int, redundancy: Redundancy | None = None) -> None:
         scratch = max(memory // 4, 16 << 20)
         processors = max(2, os.cpu_count() or 2)
+        from agentkit.envs.isolation.redundancy import Redundancy
+        from agentkit.sandboxes.pool.health import usage_of
         from agentkit.sandboxes.pool.pool import SandboxPool
+        from agentkit.sandboxes.recovery.hedge import Hedge
         from agentkit.sandboxes.sandbox import Sandbox
 
+        redundancy = redundancy or Redundancy(spares=1)
         spec = SandboxSpec(
             resources=Resources(memory=2 * memory, pids=64, tmp=scratch, workspace=scratch, shm=scratch // 4),
             env={"OMP_NUM_THREADS": "1"},
             ttl=None,
             idle_timeout=None,
         )
+        ready = 1 + redundancy.spares
         self._pool = SandboxPool(
-            spec, backend, min_idle=2, max_size=2 * processors, max_uses=_USES, reset=Sandbox.restart,
-            acquire_timeout=_WAIT, drain_timeout=0.0,
+            spec, backend, min_idle=ready, max_size=max(ready, 2 * processors), max_uses=_USES, reset=Sandbox.restart,
+            acquire_timeout=_WAIT, drain_timeout=0.0, health=redundancy.health, host=usage_of(backend),
+            hedge=None if redundancy.hedge is None else Hedge(redundancy.hedge),
         )  # fmt: skip
         self._proved: set[Limits] = set()
         """Limits with which an empty program ran successfully."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import ResetNeeded
 
@@ -20,6 +20,9 @@ from agentkit.envs.math.verifier import verifier
 from agentkit.envs.spaces import Text
 from agentkit.envs.task_files import Split, check_split, load
 from agentkit.sandboxes.spec import parse_size
+
+if TYPE_CHECKING:
+    from agentkit.envs.isolation.redundancy import Redundancy
 
 _CODE = re.compile(r"\s*(?:python:(?P<plain>.*)|```(?:python|py)?[ \t]*\n(?P<fenced>.*?)```\s*)", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -45,6 +48,7 @@ class Math(AsyncTextEnv):
         time_limit: seconds of processor time of one program.
         memory: address space of one program.
         backend: back end of the sandboxes that run programs: ``"docker"``, ``"local"``, or another name.
+        redundancy: its ``spares``, ``hedge`` and ``health`` apply to these sandboxes; None keeps one spare.
 
     Raises:
         ValueError: an argument is out of range.
@@ -69,6 +73,7 @@ class Math(AsyncTextEnv):
         time_limit: int = 2,
         memory: int | str = "256m",
         backend: str = "docker",
+        redundancy: Redundancy | None = None,
     ) -> None:
         check_split(split)
         self.max_turns = self.max_turns_for(tools=tools, max_turns=max_turns)
@@ -80,7 +85,7 @@ class Math(AsyncTextEnv):
         self.action_space = Text(examples=(r"\boxed{42}", r"\boxed{\frac{1}{2}}", r"\boxed{x^2 + 1}", *code))
         self._problems = load(path, Problem, "problem", split) if path is not None else None
         self._verifier = verifier()
-        self._python = runner(backend, memory) if tools else None
+        self._python = runner(backend, memory, redundancy) if tools else None
         self._limits = Limits(seconds=time_limit, memory=int(parse_size(memory)), output=_SHOWN)
         self.problem: Problem | None = None
         self._done = True

@@ -21,6 +21,7 @@ from gymnasium.error import ResetNeeded
 from pydantic import ValidationError
 
 from agentkit.envs.base import AsyncTextEnv, Info
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.spaces import Text
 from agentkit.envs.swebench import evaluation, instance, sandbox_pools, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
@@ -78,7 +79,8 @@ class SWEBench(AsyncTextEnv):
         time_limit: seconds that all commands of an episode may take together; then it is truncated.
         output_limit: characters of one observation.
         eval_timeout: seconds that the tests may take.
-        spares: fresh sandboxes kept ready for each image in use.
+        redundancy: its ``spares``, ``hedge`` and ``health`` apply to the sandboxes of each image in use; None keeps one
+            spare.
 
     Raises:
         ConfigError, DataError: no instance was found, or an argument is out of range.
@@ -101,21 +103,21 @@ class SWEBench(AsyncTextEnv):
         time_limit: float = 1800.0,
         output_limit: int = 10_000,
         eval_timeout: float = 1800.0,
-        spares: int = 1,
+        redundancy: Redundancy | None = None,
     ) -> None:
         seconds = {"command_timeout": command_timeout, "time_limit": time_limit, "eval_timeout": eval_timeout}
         for name, value in seconds.items():
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
-        if output_limit < 100 or spares < 0:
-            raise ConfigError(f"output_limit={output_limit} must be at least 100, and spares={spares} not negative")
+        if output_limit < 100:
+            raise ConfigError(f"output_limit={output_limit} must be at least 100")
         path = locations.find(instances)
         self.instances = _chosen(instance.load(path), instance_ids, split, path)
         """The instances that episodes are drawn from."""
         self.instance: Instance | None = None
         """The instance of the current episode."""
         self.action_space = Text(examples=("bash ls", "bash git log --oneline", "view setup.py 1 20", "edit"))
-        self._backend, self._spares = backend, spares
+        self._backend, self._redundancy = backend, redundancy or Redundancy(spares=1)
         try:
             self._resources = Resources(**(resources or {}))
         except (TypeError, ValidationError) as error:
@@ -139,7 +141,7 @@ class SWEBench(AsyncTextEnv):
         await self._put_away()
         task = self._drawn(options or {})
         if self._pools is None:
-            self._pools = sandbox_pools.acquire_pools(self._backend, self._spares)
+            self._pools = sandbox_pools.acquire_pools(self._backend, self._redundancy)
         try:
             self._lease = await self._pools.acquire(sandbox_pools.spec_of(task, self._resources))
             box = self._lease.box

@@ -1,7 +1,7 @@
 """Pools of sandboxes for SWE-bench instances, with spares of the images that were used last.
 
-Invariant: every sandbox is used once. All environments of one event loop share the pools of a back end; the last one
-that releases them closes them, with all their sandboxes.
+Invariant: every sandbox is used once. All environments of one event loop share the pools of a back end with the same
+settings; the last one that releases them closes them, with all their sandboxes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY
 from agentkit.envs.swebench.git_history import HIDE_FUTURE
 from agentkit.envs.swebench.instance import Instance
 from agentkit.envs.swebench.releases import locations
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.pool.health import usage_of
 from agentkit.sandboxes.pool.pool import Lease, SandboxPool
+from agentkit.sandboxes.recovery.hedge import Hedge
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.spec import Resources, SandboxSpec
 from agentkit.sandboxes.tasks import finished
@@ -51,8 +54,8 @@ def spec_of(task: Instance, resources: Resources) -> SandboxSpec:
 class SandboxPools:
     """One pool of fresh sandboxes for each specification."""
 
-    def __init__(self, backend: str | Backend, spares: int) -> None:
-        self._backend, self._spares = backend, spares
+    def __init__(self, backend: str | Backend, redundancy: Redundancy) -> None:
+        self._backend, self._redundancy = backend, redundancy
         self._pools: OrderedDict[str, SandboxPool] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
@@ -63,7 +66,17 @@ class SandboxPools:
         async with self._starting:
             pool = self._pools.get(spec.digest)
             if pool is None:
-                pool = SandboxPool(spec, self._backend, min_idle=self._spares, max_size=MAX_SIZE, drain_timeout=0)
+                hedge = self._redundancy.hedge
+                pool = SandboxPool(
+                    spec,
+                    self._backend,
+                    min_idle=self._redundancy.spares,
+                    max_size=MAX_SIZE,
+                    drain_timeout=0,
+                    health=self._redundancy.health,
+                    hedge=None if hedge is None else Hedge(hedge),
+                    host=usage_of(self._backend),
+                )
                 await pool.start()
                 self._pools[spec.digest] = pool
         self._pools.move_to_end(spec.digest)
@@ -96,15 +109,15 @@ class SandboxPools:
                 task.add_done_callback(self._closing.discard)
 
 
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[object, int], SandboxPools]] = (
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[object, Redundancy], SandboxPools]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def acquire_pools(backend: str | Backend, spares: int) -> SandboxPools:
-    """Return the pools that the running loop shares for this back end; the caller calls ``release_pools``."""
+def acquire_pools(backend: str | Backend, redundancy: Redundancy) -> SandboxPools:
+    """Return the pools that the running loop shares for these settings; the caller calls ``release_pools``."""
     shared = _shared.setdefault(asyncio.get_running_loop(), {})
-    pools = shared.setdefault((backend, spares), SandboxPools(backend, spares))
+    pools = shared.setdefault((backend, redundancy), SandboxPools(backend, redundancy))
     pools.users += 1
     return pools
 

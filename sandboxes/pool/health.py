@@ -8,7 +8,7 @@ set aside at a time, so that a wrong decision never empties a pool.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ import psutil
 
 from agentkit.errors import ConfigError
 from agentkit.sandboxes.arguments import check_positive
+from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.types import Stats
 
@@ -104,6 +105,12 @@ def local_host(path: str = "/") -> HostUsage:
     return HostUsage(
         memory=1 - memory.available / memory.total, disk=disk.percent / 100, cpu=psutil.cpu_percent() / 100
     )
+
+
+def usage_of(backend: str | Backend) -> Callable[[], HostUsage] | None:
+    """Return what measures the machine of a back end's sandboxes; None if that is not this machine."""
+    name = backend if isinstance(backend, str) else backend.name
+    return local_host if name in ("docker", "local") else None
 
 
 def pressure(usage: HostUsage, watermarks: Mapping[str, float], *, already: bool) -> str | None:

@@ -21,8 +21,8 @@ _SLOWEST_TRANSFER = 100_000
 class Policy(Spec):
     """What one request to a sandbox server may ask for. The defaults allow nothing that weakens a sandbox."""
 
-    images: tuple[str, ...] = (DEFAULT_IMAGE, f"{DEFAULT_IMAGE}:*")
-    """Allowed images: shell patterns such as ``registry.example.org/team/*``."""
+    images: tuple[str, ...] = (DEFAULT_IMAGE, f"{DEFAULT_IMAGE}:*", "agentkit/env", "agentkit/env:*")
+    """Allowed images: shell patterns such as ``registry.example.org/team/*``. By default those of agentkit itself."""
     mounts: tuple[str, ...] = ()
     """Directories of the server that may be mounted read-only, including everything below them."""
     writable_mounts: tuple[str, ...] = ()

@@ -1,8 +1,10 @@
 """`agentkit env` as a user sees it."""
 
 import json
+import shutil
 
 import pytest
+from requiring import require
 from typer.testing import CliRunner
 
 from agentkit import registry
@@ -41,6 +43,17 @@ def test_check_reports_each_result_and_fails_with_one():
     result = run("check", "FrozenLake-v1", "size=1", fails=True)
     assert result.exit_code == 1
     assert "size=1 must be at least 2" in result.output
+
+
+def test_play_and_check_in_a_sandbox():
+    require(shutil.which("bwrap") is not None, "install bubblewrap")
+    output = run("play", "FrozenLake-v1", "size=5", "--expert", "--sandbox", "local").output
+    assert "\nsolved, return 1" in output
+    assert (
+        "ok    in a sandbox: the same episodes on local" in run("check", "FrozenLake-v1", "--sandbox", "local").output
+    )
+    with pytest.raises(ConfigError, match="leave out --web or --sandbox"):
+        run("play", "WebShop-v0", "--web", "--sandbox", "local")
 
 
 def test_the_expert_plays_to_the_end():

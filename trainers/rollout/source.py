@@ -60,8 +60,11 @@ class EnvSource:
         env: Any = spec.entry_point
         kwargs = {**spec.kwargs, **here}
         registry.check_arguments(config.id, env, kwargs)
-        own = env.own_sandboxes(**kwargs) is not None
-        recovery: RecoveryMode = "retry" if own and config.recovery is None else _recovery(config, env.deterministic)
+        if env.own_sandboxes(**kwargs) is None:
+            recovery = _recovery(config, env.deterministic)
+        else:
+            kwargs = registry.with_redundancy(env, kwargs, _redundancy(config, config.recovery))
+            recovery = config.recovery or "retry"
         asynchronous = inspect.iscoroutinefunction(env.step)
         if asynchronous and config.concurrency not in (None, "inline"):
             raise ConfigError(
@@ -71,7 +74,7 @@ class EnvSource:
         source = cls(
             id=config.id,
             cls=env,
-            kwargs=registry.with_redundancy(env, kwargs, _redundancy(config, recovery)),
+            kwargs=kwargs,
             where="async" if asynchronous else (config.concurrency or env.concurrency),
             instructions=env.instructions_for(**kwargs),
             max_turns=config.max_turns or env.max_turns_for(**kwargs),

@@ -9,9 +9,10 @@ from requiring import require
 
 import agentkit
 from agentkit import registry
-from agentkit.config import EnvConfig
+from agentkit.config import EnvConfig, HealthConfig
 from agentkit.envs import shared_resources
 from agentkit.envs.code_contest import CodeContest
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.mixture import Mixture
 from agentkit.envs.sync import SyncTextEnv
 from agentkit.errors import ConfigError, RegistryError
@@ -68,13 +69,42 @@ async def test_a_part_of_a_mixture():
 
 def test_a_run_is_configured_by_env_sandbox():
     source = EnvSource.of(EnvConfig(id="CodeContest-v0", sandbox="local"))
-    assert (source.where, source.kwargs, source.cls) == ("async", {"backend": "local"}, CodeContest)
+    assert (source.where, source.kwargs["backend"], source.cls) == ("async", "local", CodeContest)
     for id, kwargs in (("SWEBench-v0", {}), ("Math-v0", {"tools": True})):
         assert registry.arguments_here(id, kwargs, "docker") == {**kwargs, "backend": "docker"}
     servers = EnvConfig(id="CodeContest-v0", sandbox="remote", servers=("https://one:1", "https://two:2"))
     assert EnvSource.of(servers).kwargs["backend"] == "remote:https://one:1,https://two:2"
     for id in ("Math-v0", "Sokoban-v0", "Nobody-knows-v0"):
         assert registry.arguments_here(id, {}, "docker") is None, "it is put into one as a whole"
+
+
+def test_settings_of_a_run_reach_the_pools_of_programs():
+    config = EnvConfig(
+        id="CodeContest-v0", sandbox="local", spares=3, hedge="p95", health=HealthConfig(ping_interval=1.0)
+    )
+    wanted = EnvSource.of(config).kwargs["redundancy"]
+    assert (wanted.spares, wanted.hedge, wanted.health.ping_interval, wanted.recovery) == (3, "p95", 1.0, None)
+
+
+async def test_redundancy_of_programs():
+    require(shutil.which("bwrap") is not None, "install bubblewrap")
+    env = agentkit.make("CodeContest-v0", sandbox="local", redundancy=Redundancy(spares=2))
+    try:
+        await env.reset(seed=0)
+        assert (await env.step(next(env.expert())))[1] == 1.0
+        (opened,) = shared_resources._open.values()
+        pool: Any = vars(opened.resource)["_pool"]
+        assert pool._settings.min_idle == 3, "one sandbox, and two spares"
+    finally:
+        await env.close()
+
+
+def test_environments_with_own_sandboxes_are_not_replayed():
+    with pytest.raises(ConfigError, match="CodeContest makes its sandboxes itself"):
+        agentkit.make("CodeContest-v0", redundancy=Redundancy(recovery="replay"))
+    for settings in ({"recovery": "replay"}, {"standbys": 1}):
+        with pytest.raises(ConfigError, match="Math makes its sandboxes itself"):
+            EnvSource.of(EnvConfig(id="Math-v0", kwargs={"tools": True}, sandbox="docker", **settings))
 
 
 def test_contradicting_arguments_are_rejected():
