@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from agentkit.errors import AgentkitError, BreakerOpen, SandboxLost, StartTimeout
+from agentkit.errors import AgentkitError, BreakerOpen, QuotaExceeded, SandboxLost, StartTimeout
 
 BreakerState = Literal["closed", "open", "half_open"]
 
@@ -30,8 +30,10 @@ def is_engine_fault(error: BaseException) -> bool:
     """Return whether an error is a fault of the engine.
 
     Errors of the caller (a missing image, an unsupported feature), the end of a sandbox, failed start-up commands of a
-    sandbox and cancellations are not.
+    sandbox, cancellations, and the refusal of an engine that is full are not.
     """
+    if isinstance(error, QuotaExceeded):
+        return False
     if isinstance(error, StartTimeout):
         return error.details.get("phase") in _ENGINE_PHASES
     if isinstance(error, SandboxLost):

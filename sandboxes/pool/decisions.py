@@ -20,6 +20,8 @@ CRASH_LOOP = 3
 instead of waiting."""
 RESTARTS = Backoff(factor=6.0, least=2 / 3)
 """Delays between these rounds: three short ones, then two or three rounds a minute."""
+FULL = Backoff(cap=5.0)
+"""Delays between creations while the engine has no room."""
 PROVEN_AFTER = 10.0
 """Seconds of life after which a sandbox shows that creation works."""
 SURPLUS_AFTER = 60.0
@@ -87,10 +89,11 @@ def why_not_reused(slot: Slot, settings: PoolSettings, now: float) -> str:
 
 
 class CreationFailures:
-    """Failures of creations in a row, by origin: the engine, or the sandboxes."""
+    """Failures of creations in a row, by origin: the engine, which fails or is full, or the sandboxes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._engine = FailureStreak(rng)
+        self._full = FailureStreak(rng, FULL)
         self._sandboxes = FailureStreak(rng, RESTARTS)
         self._died = False
         """Whether a sandbox died right after its creation: then only one that lives ends the streak."""
@@ -103,11 +106,11 @@ class CreationFailures:
     @property
     def not_before(self) -> float:
         """Time of the next creation."""
-        return max(self._engine.not_before, self._sandboxes.not_before)
+        return max(self._engine.not_before, self._full.not_before, self._sandboxes.not_before)
 
     @property
     def last_error(self) -> Exception | None:
-        return self._engine.error or self._sandboxes.error
+        return self._engine.error or self._full.error or self._sandboxes.error
 
     @property
     def one_by_one(self) -> bool:
@@ -131,8 +134,13 @@ class CreationFailures:
         self._sandboxes.add(error, now, began=began)
         self._died |= died
 
+    def engine_full(self, error: Exception, now: float, began: float) -> None:
+        """Count a creation, begun at ``began``, that the engine refused for lack of room. Callers wait for room."""
+        self._full.add(error, now, began=began)
+
     def engine_worked(self) -> None:
         self._engine.clear()
+        self._full.clear()
 
     def sandbox_started(self) -> None:
         if not self._died:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from agentkit.errors import AgentkitError, BreakerOpen, PoolClosed, PoolExhausted, SandboxLost
+from agentkit.errors import AgentkitError, BreakerOpen, PoolClosed, PoolExhausted, QuotaExceeded, SandboxLost
 from agentkit.sandboxes import telemetry
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool import decisions
@@ -375,6 +375,9 @@ class Scheduler:
             cause = self._failures.engine_failed(error, self._now())
             if cause and self._breaker.state != "open":
                 self._breaker.trip(cause)
+            return
+        if isinstance(error, QuotaExceeded) and error.retryable:
+            self._failures.engine_full(error, self._now(), began)
             return
         self._failures.sandbox_failed(error, self._now(), began)
         if isinstance(error, AgentkitError) and not error.retryable and not self._may_become_free():

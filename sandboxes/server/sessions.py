@@ -16,7 +16,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -165,7 +165,7 @@ class SandboxSessions:
 
     # Calls
 
-    async def run(self, call: str, work: Coroutine[Any, Any, T], disconnected: Awaitable[Any] | None) -> T:
+    async def run(self, call: str, work: Coroutine[Any, Any, T], disconnected: Coroutine[Any, Any, Any] | None) -> T:
         """Run ``work``, and cancel it when the client cancels ``call`` or disconnects.
 
         Args:
@@ -175,6 +175,8 @@ class SandboxSessions:
         """
         if self._stopping or call in self._cancelled_calls:
             work.close()
+            if disconnected is not None:
+                disconnected.close()
             raise SandboxError("the call was cancelled")
         task = self._calls[call] = asyncio.ensure_future(work)
         watch = None if disconnected is None else asyncio.ensure_future(disconnected)
