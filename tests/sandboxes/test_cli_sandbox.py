@@ -48,6 +48,14 @@ def test_listing(owner: Owner) -> None:
     shown = agentkit("ls", "--backend", "local").stdout.decode()
     assert mine.ids[0] in shown
     assert "60 min" in shown or "59 min" in shown
+    sample = json.loads(agentkit("top", "--once", "--json", "--interval", "0.5", *HERE).stdout)
+    assert {row["id"]: row["state"] for row in sample["sandboxes"]} == {mine.ids[0]: "running", mine.ids[1]: "paused"}
+    (running,) = [row for row in sample["sandboxes"] if row["state"] == "running"]
+    assert running["processes"] >= 1
+    assert running["cpu"] >= 0
+    (host,) = sample["hosts"]
+    assert (host["sandboxes"], 0 < host["memory"] < 1) == (2, True)
+    assert mine.ids[0].encode() in agentkit("top", "--once", "--interval", "0.1", *HERE).stdout
 
 
 def test_commands(owner: Owner) -> None:
@@ -198,6 +206,9 @@ def test_a_remote_sandbox_by_the_same_commands(monkeypatch: pytest.MonkeyPatch) 
         result = agentkit("exec", *there, id, "--", "sh", "-c", "echo far; exit 4")
         assert (result.returncode, result.stdout) == (4, b"far\n")
         assert json.loads(agentkit("stats", "--json", *there, id).stdout)[0]["state"] == "running"
+        sample = json.loads(agentkit("top", "--once", "--json", "--server", os.environ["AGENTKIT_SANDBOX_URL"]).stdout)
+        (row,) = sample["sandboxes"]
+        assert (row["id"], row["labels"], row["memory"] > 0) == (id, {"run": "9"}, True)
         result = agentkit("exec", *there, "nonsense", "true")
         assert (result.returncode, result.stderr.count(b"\n")) == (1, 1)
         assert agentkit("rm", *there, id).returncode == 0

@@ -17,7 +17,7 @@ from agentkit.errors import SandboxError
 if TYPE_CHECKING:
     from agentkit.sandboxes.backend import Backend
     from agentkit.sandboxes.reaper.sweep import Owned
-    from agentkit.sandboxes.types import Stats
+    from agentkit.sandboxes.types import Observed, Stats
 
 _USER = "agentkit.user."
 _STATS_SECONDS = 10.0
@@ -103,7 +103,6 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
             for each in await owned(backend):
                 record = records.read(each.id)
                 left = None if record is None or record.deadline is None else record.deadline - heartbeat.now()
-                labels = each.observed.labels
                 rows.append(
                     {
                         "id": each.id,
@@ -113,10 +112,15 @@ async def _rows(name: str | None) -> list[dict[str, Any]]:
                         "run": each.run,
                         "age": time.time() - (each.observed.created or time.time()),
                         "time_left": left,
-                        "labels": {key[len(_USER) :]: text for key, text in labels.items() if key.startswith(_USER)},
+                        "labels": labels_of(each.observed),
                     }
                 )
     return rows
+
+
+def labels_of(observed: Observed) -> dict[str, str]:
+    """Return the labels that the user of a sandbox has given it."""
+    return {key[len(_USER) :]: text for key, text in observed.labels.items() if key.startswith(_USER)}
 
 
 def owner_of(each: Owned) -> str:
