@@ -1,26 +1,30 @@
 """Environments that run in a sandbox, with the interfaces of environments in this process.
 
 Invariant: the host runs no code of the environment and validates all its replies. An environment that failed is not
-used again: the next ``reset`` makes a fresh one, in a fresh sandbox if the process hung, died or broke the protocol.
+used again: another one continues its episode (``replay``) or plays the next one, in another sandbox if the process
+hung, died or broke the protocol.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from agentkit.envs.base import AsyncTextEnv, Info, TextEnv
 from agentkit.envs.isolation import validation
 from agentkit.envs.isolation.allocator import EnvSlot, SandboxAllocator
 from agentkit.envs.isolation.placement import Placement, place
-from agentkit.envs.isolation.replay import Recovery, Replay
+from agentkit.envs.isolation.redundancy import Redundancy
+from agentkit.envs.isolation.replay import SupervisedEnv
 from agentkit.envs.isolation.validation import Description
-from agentkit.errors import ConfigError, EnvContractError, EnvCrashed, EnvError, SandboxError, UnexplainedCrash
+from agentkit.errors import AgentkitError, ConfigError, EnvCrashed, EnvError, SandboxError, UnexplainedCrash
 from agentkit.portal import portal
-from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.recovery.hedge import Operation
+from agentkit.sandboxes.recovery.record import Means
 from agentkit.sandboxes.spec import SandboxSpec
+
+R = TypeVar("R")
 
 STEP_TIMEOUT = 30.0
 RESET_TIMEOUT = 60.0
@@ -40,8 +44,9 @@ class SandboxedEnv(AsyncTextEnv):
         sandbox_spec: fields of the specification that differ from the defaults.
         step_timeout: seconds that ``step`` may take.
         reset_timeout: seconds that ``reset`` may take.
-        recovery: ``"replay"`` continues an episode whose environment failed, by replaying it in a fresh one.
-        allocator: sandboxes shared with other environments; by default the environment has its own.
+        redundancy: how it survives failures.
+        allocator: sandboxes shared with other environments, and their redundancy; by default the environment has its
+            own.
     """
 
     def __init__(
@@ -53,131 +58,115 @@ class SandboxedEnv(AsyncTextEnv):
         sandbox_spec: SandboxSpec | Mapping[str, Any] | None = None,
         step_timeout: float = STEP_TIMEOUT,
         reset_timeout: float = RESET_TIMEOUT,
-        recovery: Recovery = "retry",
+        redundancy: Redundancy | None = None,
         allocator: SandboxAllocator | None = None,
     ) -> None:
         self._owns_allocator = allocator is None
-        self._allocator = allocator or SandboxAllocator(place(id, kwargs or {}, sandbox, sandbox_spec))
+        if allocator is None:
+            placement = place(id, kwargs or {}, sandbox, sandbox_spec)
+            allocator = SandboxAllocator(placement, redundancy, make_timeout=reset_timeout)
+        self._allocator = allocator
         self._step_timeout, self._reset_timeout = step_timeout, reset_timeout
-        self._recovery: Recovery = recovery
-        self._slot: EnvSlot | None = None
-        self._used = False
-        self._replay: Replay[SandboxedEnv] = Replay(self, SandboxedEnv._renewed)
+        self._env = _SupervisedSlot(allocator)
+        self._begun = False
+        """Whether an episode is in progress."""
 
     async def start(self) -> Description:
         """Make the environment if there is none, and return its description.
 
-        Raises ``SandboxError``, ``RegistryError``, ``EnvError``, and ``ConfigError`` for ``recovery='replay'`` of an
-        environment that is not deterministic.
+        Raises ``SandboxError``, ``RegistryError``, ``EnvError``, and ``ConfigError`` for settings that need a
+        deterministic environment.
         """
-        if self._slot is not None and self._slot.sandbox.process.broken is not None:
-            await self._abandon()
-        if self._slot is None:
-            self._slot = await self._allocator.acquire(self._reset_timeout)
-            self._declare(self._slot.description)
-        return self._slot.description
+        description = (await self._env.running()).description
+        self._declare(description)
+        return description
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         await super().reset(seed=seed)
-        self._replay.begin()
-        if self._recovery != "replay" or seed is None:  # without a seed, chance cannot be replayed
-            return await self._reset(seed, options)
-        return await self._replay.do(lambda env: env._reset(seed, options))
+        self._begun = False
+        # Code of the policy of an earlier episode must not affect this one.
+        await self._env.begin(fresh=self._env.target is not None and self._env.target.suspect)
+        if seed is None:
+            self._env.forbid_replay("its reset had no seed, and chance cannot be replayed")
+        result = await self._call(
+            "reset", lambda slot: slot.reset(seed, options, self._reset_timeout), None if seed is None else "reset"
+        )
+        self._declare((await self._env.running()).description)
+        self._begun = True
+        return result
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        if self._recovery != "replay" or not self._replay.begun:
-            return await self._step(action)
-        return await self._replay.do(lambda env: env._step(action))
+        return await self._go_on("step", lambda slot: slot.step(action, self._step_timeout), "step")
 
     async def render(self) -> Any:
         """Return a text, a picture (uint8, height x width x 3 or 4) or None, depending on ``render_mode``."""
-        return validation.check_rendering(await self._call("render", timeout=self._step_timeout))
+        check, timeout = validation.check_rendering, self._step_timeout
+        return await self._go_on("render", lambda slot: slot.call("render", timeout=timeout, check=check))
 
     async def plan(self) -> list[str]:
         """Return the expert's plan from the current state. Raises ``NotImplementedError``."""
-        return validation.check_plan(await self._call("expert", timeout=self._reset_timeout))
+        check, timeout = validation.check_plan, self._reset_timeout
+        return await self._go_on("expert", lambda slot: slot.call("expert", timeout=timeout, check=check))
 
     async def close(self) -> None:
-        slot, self._slot = self._slot, None
         try:
-            if slot is not None:
-                await self._allocator.release(slot)
+            await self._env.stop()
         finally:
             if self._owns_allocator:
                 await self._allocator.close()
 
-    async def _reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
-        if self._used and self._slot is not None and self._slot.description.runs_policy_code:
-            await self._abandon()  # policy code of an earlier episode must not affect this one
-        self._used = False
+    async def _go_on(self, name: str, run: Callable[[EnvSlot], Awaitable[R]], hedge: Operation | None = None) -> R:
+        """Make a call in the episode, which ends if the call fails."""
+        if not self._begun:
+            raise EnvCrashed(f"{name} without an episode: call reset first")
         try:
-            await self.start()
+            return await self._call(name, run, hedge if self._env.replays else None)
+        except EnvError:
+            self._begun = False
+            raise
+
+    async def _call(self, name: str, run: Callable[[EnvSlot], Awaitable[R]], hedge: Operation | None) -> R:
+        try:
+            return await self._env.act(name, run, record=name in ("reset", "step"), hedge=hedge)
         except SandboxError as error:
             if not error.retryable:
                 raise
             raise EnvCrashed(f"no sandbox for the environment: {error}") from error
-        return await self._checked(validation.check_reset, "reset", seed, options, timeout=self._reset_timeout)
-
-    async def _step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        self._used = True
-        return await self._checked(validation.check_step, "step", action, timeout=self._step_timeout)
-
-    async def _checked(self, check: Any, name: str, *arguments: Any, timeout: float) -> Any:
-        value = await self._call(name, *arguments, timeout=timeout)
-        try:
-            return check(value)
-        except EnvContractError as error:
-            attributed = self._attributed(error, "unexplained")
-            await self._abandon()  # our server validates too, so another program sent this
-            raise attributed from None
-
-    async def _call(self, name: str, *arguments: Any, timeout: float) -> Any:
-        if self._slot is None:
-            raise EnvCrashed(f"{name} without an environment: call reset first")
-        process = self._slot.sandbox.process
-        try:
-            return await process.call(self._slot.number, name, *arguments, timeout=timeout)
-        except EnvError as error:
-            if process.broken is None:
-                raise
-            suspect = self._used and self._slot.description.runs_policy_code
-            attributed = self._attributed(error, await process.cause()) if suspect else error
-            await self._abandon()
-            if attributed is error:
-                raise
-            raise attributed from error
-
-    def _attributed(self, error: EnvError, cause: Cause) -> EnvError:
-        """Return the error to raise for ``error``, which code of the policy may have caused."""
-        assert self._slot is not None
-        if self._used and self._slot.description.runs_policy_code and cause != "external":
-            return UnexplainedCrash(f"after code of the policy ran in it: {type(error).__name__}: {error}")
-        return error
-
-    async def _renewed(self) -> SandboxedEnv:
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            await self._allocator.release(slot)
-        return self
-
-    async def _abandon(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            with contextlib.suppress(SandboxError):  # the reaper tries again to remove it
-                await self._allocator.discard(slot)
 
     def _declare(self, description: Description) -> None:
-        if self._recovery == "replay" and not description.deterministic:
-            raise ConfigError(
-                f"recovery='replay' needs a deterministic environment, and {self._allocator.placement.id} declares "
-                "itself not deterministic; use 'retry' or 'void'"
-            )
         self.instructions = description.instructions
         self.max_turns, self.actions_per_turn = description.max_turns, description.actions_per_turn
         self.deterministic = description.deterministic  # pyright: ignore[reportAttributeAccessIssue]
         self.observation_space, self.action_space = description.spaces()
         self.render_mode = description.render_mode
         self.metadata = _metadata(description)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _SupervisedSlot(SupervisedEnv[EnvSlot]):
+    """An environment in a sandbox of an allocator, and its standbys."""
+
+    def __init__(self, allocator: SandboxAllocator) -> None:
+        self._allocator = allocator
+        super().__init__(replays=True, standbys=allocator.redundancy.standbys, log=allocator.log, hedge=allocator.hedge)
+
+    async def acquire(self, apart: Sequence[EnvSlot]) -> tuple[EnvSlot, Means]:
+        slot, means = await self._allocator.acquire(apart)
+        try:
+            mode = self._allocator.redundancy.mode(slot.description.deterministic)
+        except ConfigError:
+            slot.release()
+            raise
+        self.replays = mode == "replay"
+        return slot, means
+
+    async def irrecoverable(self, target: EnvSlot, error: AgentkitError | None) -> AgentkitError | None:
+        process = target.sandbox.process
+        error = error or target.error or (None if process.broken is None else process.error())
+        if target.suspect and process.broken is not None and await target.cause() != "external":
+            crash = UnexplainedCrash(f"after code of the policy ran in it: {type(error).__name__}: {error}")
+            crash.__cause__ = error
+            return crash
+        return await super().irrecoverable(target, error)
 
 
 class SandboxedTextEnv(TextEnv):
@@ -244,7 +233,7 @@ def describe(placement: Placement) -> Description:
 async def _describe(placement: Placement) -> Description:
     allocator = SandboxAllocator(placement)
     try:
-        return (await allocator.acquire(RESET_TIMEOUT)).description
+        return (await allocator.acquire())[0].description
     finally:
         await allocator.close()
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentkit.envs.framing import FrameError, FrameReader
 from agentkit.envs.isolation import protocol
-from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvTimeout, RegistryError, SandboxError
+from agentkit.errors import (
+    AgentkitError,
+    EnvContractError,
+    EnvCrashed,
+    EnvTimeout,
+    RegistryError,
+    SandboxError,
+    SandboxLost,
+)
 from agentkit.sandboxes.attribution import Cause, cause_of
 from agentkit.sandboxes.backend import Process
 from agentkit.sandboxes.sandbox import Sandbox
@@ -44,6 +52,8 @@ class EnvProcess:
     def __init__(self, process: Process, box: Sandbox) -> None:
         self.broken: AgentkitError | None = None
         """The error that broke it; None while it works."""
+        self.on_broken: list[Callable[[], None]] = []
+        """Called once when it breaks; must neither block nor raise."""
         self._process, self._box = process, box
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._calls = 0
@@ -74,7 +84,7 @@ class EnvProcess:
             ValueError: the arguments cannot be sent.
         """
         if self.broken is not None:
-            raise self._again()
+            raise self.error()
         self._calls += 1
         number = self._calls
         try:
@@ -95,6 +105,20 @@ class EnvProcess:
                 return await reply  # after a cancellation, a late reply is dropped
         finally:
             timer.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is not answered yet."""
+        return bool(self._waiting)
+
+    def lose(self, reason: str) -> None:
+        """Break it, because its sandbox is lost. ``reason``: one of ``LOSS_REASONS``."""
+        lost = SandboxLost(f"sandbox {self._box.id} is lost: {reason}", reason=reason)
+        self._break(EnvCrashed(f"the environment's sandbox is lost: {reason}"), lost)
+
+    def reject(self, error: EnvContractError) -> None:
+        """Break it, because its reply is not valid."""
+        self._break(error)
 
     async def cause(self) -> Cause:
         """Return what broke it, as far as the engine knows. Takes at most 5 s; call it before removal."""
@@ -162,20 +186,32 @@ class EnvProcess:
 
     def _break(self, error: AgentkitError, cause: BaseException | None = None) -> None:
         """Fail all waiting and future calls with ``error``."""
-        if self.broken is None:
-            error.__cause__ = cause
-            self.broken = error
-        for waiter in self._waiting.values():
+        if self.broken is not None:
+            return
+        error.__cause__ = cause
+        self.broken = error
+        for position, waiter in enumerate(self._waiting.values()):
             if not waiter.done():
-                waiter.set_exception(self._again())
+                # The first call was being carried out and may be what broke it; the others waited for their turn.
+                waiter.set_exception(self.error() if position == 0 else self._error_of_bystander())
                 waiter.exception()  # marked as retrieved, because a cancelled call does not retrieve it
         self._waiting.clear()
+        for callback in self.on_broken:
+            callback()
+        self.on_broken.clear()
 
-    def _again(self) -> AgentkitError:
+    def error(self) -> AgentkitError:
         """Return a copy of the error that broke it, because raising one object twice would mix the tracebacks."""
         assert self.broken is not None
         error = type(self.broken)(str(self.broken))
         error.__cause__ = self.broken.__cause__
+        return error
+
+    def _error_of_bystander(self) -> AgentkitError:
+        error = self.error()
+        if not isinstance(error.__cause__, SandboxError):
+            error = EnvCrashed(str(error))
+            error.__cause__ = SandboxLost("another environment in the same process ended it", reason="exited")
         return error
 
     def _stderr_text(self) -> str:

@@ -1,77 +1,71 @@
-"""Continue an episode after its environment failed: replay its calls in a fresh environment.
+"""Continue an episode after its environment failed, by replaying its calls in another one.
 
-Invariant: an episode continues only if every replayed call has the same result as the first time. A call that fails
-again after a replay is not tried a third time. Only for environments in which the same seed and actions give the same
-episode.
+Invariant: an episode continues only if every replayed call has the same result as the first time. A call during which
+its environment fails by itself twice, instead of being lost with its sandbox, is not made a third time. An
+``UnexplainedCrash`` is never replayed, because the policy may have caused it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, TypeVar
 
-from agentkit.errors import EnvCrashed, EnvTimeout, UnexplainedCrash
-from agentkit.sandboxes.recovery.replay import ActionLog, Diverged
+from agentkit.errors import AgentkitError, EnvCrashed, EnvTimeout, SandboxError, SandboxLost, UnexplainedCrash
+from agentkit.sandboxes.backoff import RestartLimit
+from agentkit.sandboxes.recovery.hedge import Hedge
+from agentkit.sandboxes.recovery.record import RecoveryLog
+from agentkit.sandboxes.recovery.replay import Diverged
+from agentkit.sandboxes.recovery.standby import Target
+from agentkit.sandboxes.recovery.supervision import GivenUp, Supervised
 
-Recovery = Literal["retry", "replay", "void"]
-"""What happens to an episode whose environment failed. ``retry``: it is void and started again from its seed.
-``replay``: it continues in a fresh environment. ``void``: it is void and not started again."""
+T = TypeVar("T", bound=Target)
 
-E = TypeVar("E")
-T = TypeVar("T")
+LIMIT, WINDOW = 5, 60.0
+"""Recoveries of one environment within so many seconds, after which its episode is given up."""
 
 
-class Replay(Generic[E]):
-    """The calls of one episode of an environment ``E``.
+class SupervisedEnv(Supervised[T]):
+    """An environment whose episodes are replayed after a failure, or that is replaced before its next ``reset``.
 
     Args:
-        env: the environment of the first episode.
-        renew: replaces an environment that failed by a fresh one.
+        replays: whether episodes are replayed.
+        standbys: number of environments that follow each episode.
+        log: where recoveries are recorded.
+        hedge: hedges slow calls.
     """
 
-    def __init__(self, env: E, renew: Callable[[E], Awaitable[E]]) -> None:
-        self.env = env
-        self.replays = 0
-        """Number of replays over all episodes."""
-        self._renew = renew
-        self._log: ActionLog[E] = ActionLog(_describe)
+    repeats = True  # an environment has no effects outside of the instance that was lost
 
-    @property
-    def begun(self) -> bool:
-        """Whether an episode has started with a known seed."""
-        return len(self._log) > 0
+    def __init__(
+        self, *, replays: bool, standbys: int = 0, log: RecoveryLog | None = None, hedge: Hedge | None = None
+    ) -> None:
+        super().__init__(
+            _describe, replays=replays, standbys=standbys, limit=RestartLimit(LIMIT, WINDOW), log=log, hedge=hedge
+        )
 
-    def begin(self) -> None:
-        """Start an episode: the next call is its ``reset``, with a seed."""
-        self._log.clear()
+    def loss(self, error: AgentkitError) -> str | None:
+        broken = self.target is not None and bool(self.target.failure)
+        return cause_of_loss(error) if isinstance(error, EnvCrashed | EnvTimeout) or broken else None
 
-    async def do(self, call: Callable[[E], Awaitable[T]]) -> T:
-        """Make a call on the environment; if it fails, replay the episode and make the call once more.
+    async def irrecoverable(self, target: T, error: AgentkitError | None) -> AgentkitError | None:
+        if error is None:
+            error = EnvCrashed(f"the environment is lost: {target.failure}")
+        failed_again = self._losses > 1 and not isinstance(error.__cause__, SandboxError)
+        may_recover = isinstance(error, EnvCrashed | EnvTimeout) and not isinstance(error, UnexplainedCrash)
+        return None if self.replays and may_recover and not failed_again else error
 
-        Raises:
-            EnvError: the error of the call if it is neither a crash nor a timeout, or of the call after the replay.
-            EnvCrashed: the replay differs from the episode.
-        """
-        try:
-            result = await call(self.env)
-        except UnexplainedCrash:
-            raise  # the policy may have caused it, so it gets no more attempts than the attribution rule allows
-        except (EnvCrashed, EnvTimeout) as error:
-            await self._replay(error)
-            result = await call(self.env)
-        self._log.record("call", call, result)
-        return result
-
-    async def _replay(self, error: Exception) -> None:
-        self.replays += 1
-        self.env = await self._renew(self.env)
-        try:
-            await self._log.repeat_all(self.env)
-        except Diverged as diverged:
-            raise EnvCrashed(
-                f"the episode cannot continue: its replay differs at call {diverged.index} (0 is reset), although the "
+    def given_up(self, why: GivenUp, text: str, last: Exception | None) -> AgentkitError:
+        if isinstance(last, Diverged):
+            return EnvCrashed(
+                f"the episode cannot continue: its replay differs at call {last.index} (0 is reset), although the "
                 "environment declares itself deterministic; set env.recovery=retry"
-            ) from error
+            )
+        return last if isinstance(last, AgentkitError) else EnvCrashed(f"the episode cannot continue: {text}")
+
+
+def cause_of_loss(error: BaseException) -> str:
+    """Return the reason for which the sandbox was lost, or the name of the error of the environment itself."""
+    lost = error.__cause__ if isinstance(error.__cause__, SandboxLost) else error
+    return str(lost.details.get("reason", "agent_dead")) if isinstance(lost, SandboxLost) else type(error).__name__
 
 
 def _describe(result: Any) -> bytes:

@@ -25,6 +25,7 @@ from agentkit.envs.isolation import validation
 from agentkit.envs.isolation.allocator import SandboxAllocator
 from agentkit.envs.isolation.env import RESET_TIMEOUT, STEP_TIMEOUT, SandboxedEnv
 from agentkit.envs.isolation.placement import importable, place
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.isolation.server import describe
 from agentkit.envs.isolation.validation import Description, Step
 from agentkit.envs.spaces import encodable
@@ -92,7 +93,8 @@ def make_vec(
     elif mode == "process":
         slots = [_ProcessEnv(id, kwargs, timeouts) for _ in range(num_envs)]
     else:
-        allocator = SandboxAllocator(place(id, kwargs, mode, sandbox_spec), share=_SHARE)
+        placement, redundancy = place(id, kwargs, mode, sandbox_spec), Redundancy(share=_SHARE)
+        allocator = SandboxAllocator(placement, redundancy, make_timeout=reset_timeout)
         slots = [
             SandboxedEnv(id, allocator=allocator, step_timeout=step_timeout, reset_timeout=reset_timeout)
             for _ in range(num_envs)

@@ -48,6 +48,10 @@ class Lease:
         return self.box.backend.host_of(self.box.id)
 
     @property
+    def sandbox_id(self) -> str:
+        return self.box.id
+
+    @property
     def failure(self) -> str:
         """Why the sandbox must not be used any more (lost, hung, slow); empty if the pool knows no reason."""
         return self._slot.failure if self._slot is not None else "released"

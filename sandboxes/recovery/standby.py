@@ -30,6 +30,11 @@ class Target(Protocol):
         ...
 
     @property
+    def sandbox_id(self) -> str:
+        """Id of the sandbox that it is, or that it is in; empty if there is none."""
+        ...
+
+    @property
     def failure(self) -> str:
         """Why it must not be used any more; empty if it may."""
         ...

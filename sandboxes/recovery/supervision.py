@@ -11,7 +11,7 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from agentkit.errors import AgentkitError, SandboxLost
 from agentkit.sandboxes.backoff import Backoff, RestartLimit
@@ -37,6 +37,8 @@ class NotRecovered(Exception):
 class Supervised(ABC, Generic[T]):
     """One supervised target. Calls run one after another. Subclasses say what a target is and what its errors mean.
 
+    A call whose target is lost raises its error, or is made again on the recovered target if the class ``repeats``.
+
     Args:
         describe: returns the bytes of a result that two runs of one call must have in common.
         replays: whether calls are recorded and replayed. Otherwise a recovered target starts without their effects.
@@ -52,6 +54,9 @@ class Supervised(ABC, Generic[T]):
         recoveries: number of recoveries so far.
         cause: cause of the last loss.
     """
+
+    repeats: ClassVar[bool]
+    """Whether a call may be made again after its target was lost, because all its effects are lost too."""
 
     def __init__(
         self,
@@ -70,6 +75,8 @@ class Supervised(ABC, Generic[T]):
         self.cause = ""
         self.replays = replays
         self._log: ActionLog[T] = ActionLog(describe)
+        self._losses = 0
+        """Number of lost targets since the last call began."""
         self._number = standbys
         self._standbys: Standbys[T] | None = None
         self._limit, self._records, self._hedge = limit, log or RecoveryLog(), hedge
@@ -92,10 +99,6 @@ class Supervised(ABC, Generic[T]):
     @abstractmethod
     def loss(self, error: AgentkitError) -> str | None:
         """Return the cause if the error of a call shows that its target is lost, else None."""
-
-    @abstractmethod
-    def repeats(self, error: AgentkitError, failures: int) -> bool:
-        """Return whether a call that failed ``failures`` times with lost targets is made again."""
 
     @abstractmethod
     async def irrecoverable(self, target: T, error: AgentkitError | None) -> AgentkitError | None:
@@ -137,10 +140,11 @@ class Supervised(ABC, Generic[T]):
         self._log.clear()
         if self._recovering is not None:
             await asyncio.wait({self._recovering})
-        if self.failure is not None or fresh:
+        if self.failure is not None or fresh or self._stopped:
             if self.target is not None:
                 self.target.release(discard=True)
             self.failure = self.target = None
+            self._stopped = False
         if fresh and self._standbys is not None:
             standbys, self._standbys = self._standbys, None
             await standbys.close()
@@ -174,7 +178,7 @@ class Supervised(ABC, Generic[T]):
         """
         record = record and self.replays
         async with self._order:
-            failures = 0
+            self._losses = 0
             while True:
                 target = await self.running()
                 try:
@@ -192,8 +196,7 @@ class Supervised(ABC, Generic[T]):
                         raise
                     self.notice(target, cause, error)
                     lost = error
-                failures += 1
-                if not self.repeats(lost, failures):
+                if not self.repeats:
                     raise lost
             if record:
                 self._log.record(name, run, result, size)
@@ -201,12 +204,13 @@ class Supervised(ABC, Generic[T]):
             return result
 
     async def stop(self) -> None:
-        """Release all targets. Further calls do nothing."""
+        """Release all targets; calls fail until ``begin``. Idempotent."""
         self._stopped = True
         if self._recovering is not None:
             await stopped([self._recovering])
-        if self._standbys is not None:
-            await self._standbys.close()
+        standbys, self._standbys = self._standbys, None
+        if standbys is not None:
+            await standbys.close()
         if self.target is not None:
             self.target.release()
 
@@ -260,13 +264,14 @@ class Supervised(ABC, Generic[T]):
             self._standbys.wake()
 
     async def _recover(self, lost: T, cause: str, error: AgentkitError | None) -> None:
-        began, host = loop_time(), lost.host
+        began, host, sandbox = loop_time(), lost.host, lost.sandbox_id
+        self._losses += 1
         try:
             if (final := await self.irrecoverable(lost, error)) is not None:
                 raise NotRecovered(final)
             target, means = await self._until_rebuilt(lost, error)
             self.recoveries += 1
-            self._records.add(Recovery(cause, means, loop_time() - began, host))
+            self._records.add(Recovery(cause, means, loop_time() - began, host, sandbox))
             self._adopt(target)
         except (AgentkitError, NotRecovered) as failure:
             self.failure = failure.error if isinstance(failure, NotRecovered) else failure

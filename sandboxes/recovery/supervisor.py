@@ -120,6 +120,7 @@ class Supervisor:
 class SupervisedSandbox(Supervised[Lease]):
     """A sandbox that its supervisor recovers; made by ``Supervisor.run``. Calls run one after another."""
 
+    repeats = False  # a call may have had effects outside of the sandbox
     target: Lease  # pyright: ignore[reportIncompatibleVariableOverride]  # from the start
 
     def __init__(
@@ -255,9 +256,6 @@ class SupervisedSandbox(Supervised[Lease]):
 
     def loss(self, error: AgentkitError) -> str | None:
         return error.details.get("reason", "lost") if isinstance(error, SandboxLost) else None
-
-    def repeats(self, error: AgentkitError, failures: int) -> bool:
-        return False  # the lost call may have had effects outside the sandbox
 
     async def irrecoverable(self, target: Lease, error: AgentkitError | None) -> AgentkitError | None:
         if self._recovery == "fail":

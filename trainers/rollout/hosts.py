@@ -12,12 +12,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentkit.envs.workers.client import ForkServer
 from agentkit.errors import EnvError, EnvTimeout, UnexplainedCrash
-from agentkit.sandboxes.tasks import bounded
+from agentkit.sandboxes.recovery.record import RecoveryLog
+from agentkit.sandboxes.tasks import bounded, tracked
 from agentkit.trainers.rollout.contract import (
     TurnResult,
     check_reset,
@@ -46,7 +47,7 @@ class EnvHandle(Protocol):
 
     async def act(self, actions: Sequence[str]) -> TurnResult: ...
 
-    async def close(self) -> None:
+    def close(self) -> Coroutine[Any, Any, None]:
         """Release the environment, in bounded time. Never raises."""
         ...
 
@@ -234,8 +235,8 @@ class EnvPool:
 
     def __init__(self, source: EnvSource) -> None:
         self.source = source
-        self.replays = 0
-        """Number of episodes that were continued by replay."""
+        self.recoveries = RecoveryLog()
+        """Recoveries of environments, and hedged calls."""
         self._idle: list[EnvHandle] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._fork_server = ForkServer(WORKER)
@@ -247,8 +248,8 @@ class EnvPool:
             "sandbox": lambda: SandboxEnv(source, self._shared_allocator()),
         }
         self._make = makers[source.where]
-        if source.recovery == "replay":
-            self._make = lambda: ReplayedEnv(makers[source.where], self._note_replay)
+        if source.recovery == "replay" and source.where != "sandbox":  # where every environment has its supervisor
+            self._make = lambda: ReplayedEnv(makers[source.where], self._dispose, self.recoveries)
         self._allocator: SandboxAllocator | None = None
 
     def acquire(self, *, fresh: bool = False) -> EnvHandle:
@@ -262,14 +263,14 @@ class EnvPool:
         if not failed and not handle.busy:
             self._idle.append(handle)
             return
-        task = asyncio.ensure_future(handle.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._dispose(handle)
 
     async def close(self) -> None:
         """Close all environments that were released. Idempotent."""
         idle, self._idle = self._idle, []
-        await asyncio.gather(*(handle.close() for handle in idle), *self._closing, return_exceptions=True)
+        await asyncio.gather(*(handle.close() for handle in idle), return_exceptions=True)
+        while self._closing:  # to close one may dispose of another
+            await asyncio.wait(self._closing)
         if self.source.where == "process":
             await asyncio.to_thread(self._fork_server.close)
         allocator, self._allocator = self._allocator, None
@@ -278,8 +279,8 @@ class EnvPool:
 
     def _shared_allocator(self) -> SandboxAllocator:
         if self._allocator is None:
-            self._allocator = new_allocator(self.source)
+            self._allocator = new_allocator(self.source, self.recoveries)
         return self._allocator
 
-    def _note_replay(self) -> None:
-        self.replays += 1
+    def _dispose(self, handle: EnvHandle) -> None:
+        tracked(handle.close(), self._closing)

@@ -77,6 +77,7 @@ class RolloutLoop:
         self._deterministic = config.deterministic
         self._on_episode = on_episode
         self._pool = EnvPool(source)
+        self._recoveries = 0
         self._player = Player(
             engine,
             renderer,
@@ -154,8 +155,9 @@ class RolloutLoop:
 
     def metrics(self) -> dict[str, float]:
         """Return counts and means since the last call."""
-        replays, self._pool.replays = self._pool.replays, 0
-        recovered = {"rollout/env_replays": float(replays)} if self._pool.source.recovery == "replay" else {}
+        before, self._recoveries = self._recoveries, self._pool.recoveries.total
+        recoveries = float(self._recoveries - before)
+        recovered = {"rollout/env_replays": recoveries} if self._pool.source.recovery == "replay" else {}
         return {**self._counters.snapshot(), **recovered}
 
     def state(self) -> dict[str, Any]:

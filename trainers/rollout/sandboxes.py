@@ -1,16 +1,17 @@
 """Environments of the rollout loop that run in sandboxes, and episodes that are replayed after a failure.
 
-Sandboxes come from a pool with a spare one, so that a failed sandbox is replaced at once. The sandbox modules are
-imported only when an environment runs in a sandbox.
+The modules that create sandboxes are imported only when an environment runs in a sandbox.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentkit.envs.isolation.replay import Replay
+from agentkit.envs.isolation.replay import SupervisedEnv
+from agentkit.sandboxes.recovery.record import Means, RecoveryLog
 from agentkit.trainers.rollout.contract import TurnResult, check_reset, run_actions_async
 from agentkit.trainers.rollout.source import EnvSource
 
@@ -18,15 +19,12 @@ if TYPE_CHECKING:
     from agentkit.envs.isolation.allocator import SandboxAllocator
 
 
-def new_allocator(source: EnvSource) -> SandboxAllocator:
+def new_allocator(source: EnvSource, log: RecoveryLog) -> SandboxAllocator:
     """Return the allocator of the sandboxes of all environments of a source. Starts nothing."""
-    from agentkit.envs.isolation.allocator import PooledSandboxes, SandboxAllocator
+    from agentkit.envs.isolation.allocator import SandboxAllocator
 
     assert source.placement is not None
-    redundancy = source.redundancy
-    return SandboxAllocator(
-        source.placement, PooledSandboxes(source.placement), share=redundancy.share, spread=redundancy.spread
-    )
+    return SandboxAllocator(source.placement, source.redundancy, make_timeout=source.reset_timeout, log=log)
 
 
 class SandboxEnv:
@@ -58,27 +56,55 @@ class SandboxEnv:
 
 
 class ReplayedEnv:
-    """An environment that continues in a fresh one, by replaying its episode, if it crashes or hangs."""
+    """An environment outside of sandboxes that continues in a fresh one, by replaying its episode, if it fails.
 
-    def __init__(self, make: Callable[[], Any], on_replay: Callable[[], None]) -> None:
-        self._make, self._on_replay = make, on_replay
-        self._replay: Replay[Any] = Replay(make(), self._renew)
+    Args:
+        make: makes a handle of an environment.
+        dispose: closes a handle in the background.
+        log: where recoveries are recorded.
+    """
+
+    def __init__(self, make: Callable[[], Any], dispose: Callable[[Any], None], log: RecoveryLog) -> None:
+        self._env = _SupervisedHandle(make, dispose, log)
 
     @property
     def busy(self) -> bool:
-        return self._replay.env.busy
+        return self._env.target is not None and self._env.target.handle.busy
 
     async def reset(self, seed: int) -> str:
-        self._replay.begin()
-        return await self._replay.do(lambda env: env.reset(seed))
+        await self._env.begin()
+        return await self._env.act("reset", lambda target: target.handle.reset(seed))
 
     async def act(self, actions: Sequence[str]) -> TurnResult:
-        return await self._replay.do(lambda env: env.act(actions))
+        return await self._env.act("step", lambda target: target.handle.act(actions))
 
     async def close(self) -> None:
-        await self._replay.env.close()
+        await self._env.stop()
 
-    async def _renew(self, old: Any) -> Any:
-        self._on_replay()
-        await old.close()
-        return self._make()
+
+class _ReplaceableHandle:
+    """A handle that ``Supervised`` can replace. Its failures are seen only by its calls."""
+
+    host = socket.gethostname()
+    sandbox_id = failure = ""
+
+    def __init__(self, handle: Any, dispose: Callable[[Any], None]) -> None:
+        self.handle = handle
+        self._dispose: Callable[[Any], None] | None = dispose
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        return
+
+    def release(self, *, discard: bool = False) -> None:
+        dispose, self._dispose = self._dispose, None
+        if dispose is not None:
+            dispose(self.handle)
+
+
+class _SupervisedHandle(SupervisedEnv[_ReplaceableHandle]):
+    def __init__(self, make: Callable[[], Any], dispose: Callable[[Any], None], log: RecoveryLog) -> None:
+        super().__init__(replays=True, log=log)
+        self._make, self._dispose = make, dispose
+
+    async def acquire(self, apart: Sequence[_ReplaceableHandle]) -> tuple[_ReplaceableHandle, Means]:
+        return _ReplaceableHandle(self._make(), self._dispose), "new"

@@ -4,77 +4,101 @@ import random
 
 import pytest
 
-from agentkit.envs.isolation.replay import Replay
-from agentkit.errors import EnvContractError, EnvCrashed, EnvTimeout
+from agentkit.envs.isolation.replay import SupervisedEnv
+from agentkit.errors import EnvContractError, EnvCrashed, EnvTimeout, UnexplainedCrash
+from agentkit.sandboxes.testing import virtual_time
 
 
 class Walk:
-    """Adds each given number and a random one; raises ``EnvCrashed`` at the numbers in ``failures``."""
+    """Adds each given number and a random one; raises the error of a number in ``failures``, once for each entry."""
+
+    host = "here"
+    sandbox_id = failure = ""
 
     def __init__(self, failures, drift=0.0):
         self.failures, self.drift = failures, drift
+        self.releases = 0
+
+    def on_failure(self, callback):
+        pass
+
+    def release(self, *, discard=False):
+        self.releases += 1
 
     async def reset(self, seed):
         self.rng, self.total = random.Random(seed), self.drift
         return self.total
 
     async def add(self, number):
-        if self.failures and self.failures[0] == number:
-            self.failures.pop(0)
-            raise EnvCrashed("died")
+        if self.failures and self.failures[0][0] == number:
+            raise self.failures.pop(0)[1]
         self.total += number + self.rng.random()
         return self.total
 
 
-async def walk(numbers, failures=(), drifts=()):
-    left, drift = list(failures), iter(drifts)
+class SupervisedWalk(SupervisedEnv[Walk]):
+    def __init__(self, failures=(), drifts=()):
+        super().__init__(replays=True)
+        self.left, self.drifts = list(failures), iter([0.0, *drifts])
+        self.made = []
 
-    async def renew(old):
-        return Walk(left, next(drift, 0.0))
-
-    replay = Replay(Walk(left), renew)
-    replay.begin()
-    seen = [await replay.do(lambda env: env.reset(3))]
-    for number in numbers:
-        seen.append(await replay.do(lambda env, number=number: env.add(number)))
-    return seen, replay.replays
+    async def acquire(self, apart):
+        self.made.append(Walk(self.left, next(self.drifts, 0.0)))
+        return self.made[-1], "new"
 
 
-async def test_replayed_episode_is_the_same_episode():
-    undisturbed, none = await walk(range(8))
-    disturbed, twice = await walk(range(8), failures=[2, 7])
+async def _walk(numbers, failures=(), drifts=()):
+    env = SupervisedWalk(failures, drifts)
+    try:
+        await env.begin()
+        seen = [await env.act("reset", lambda env: env.reset(3))]
+        for number in numbers:
+            seen.append(await env.act("step", lambda env, number=number: env.add(number)))
+        return seen, env.recoveries
+    finally:
+        await env.stop()
+        assert all(one.releases >= 1 for one in env.made)
+
+
+def walk(numbers, failures=(), drifts=()):
+    return virtual_time.run(_walk(numbers, failures, drifts))
+
+
+DIED = EnvCrashed("died")
+
+
+@pytest.mark.parametrize("error", [DIED, EnvTimeout("slow")])
+def test_replayed_episode_is_the_same_episode(error):
+    undisturbed, none = walk(range(8))
+    disturbed, twice = walk(range(8), failures=[(2, error), (7, error)])
     assert disturbed == undisturbed
     assert none == 0
     assert twice == 2
 
 
-async def test_call_that_fails_after_a_replay_is_not_retried():
+def test_failure_during_the_replay_leads_to_another_replay():
+    undisturbed, _ = walk(range(8))
+    disturbed, recoveries = walk(range(8), failures=[(5, DIED), (2, DIED), (4, DIED)])
+    assert disturbed == undisturbed
+    assert recoveries == 1
+
+
+def test_call_during_which_the_environment_fails_twice_is_not_made_again():
     with pytest.raises(EnvCrashed, match="died"):
-        await walk(range(8), failures=[4, 4])
+        walk(range(8), failures=[(4, DIED), (4, DIED)])
 
 
-async def test_diverging_replay_is_an_error():
+def test_diverging_replay_is_an_error():
     with pytest.raises(EnvCrashed, match="differs at call 0"):
-        await walk(range(8), failures=[4], drifts=[1e-12])
+        walk(range(8), failures=[(4, DIED)], drifts=[1e-12])
 
 
-@pytest.mark.parametrize(("error", "replayed"), [(EnvTimeout("slow"), 1), (EnvContractError("lies"), 0)])
-async def test_only_crashes_and_timeouts_are_replayed(error, replayed):
-    raised = []
+@pytest.mark.parametrize("error", [EnvContractError("lies"), UnexplainedCrash("after code of the policy")])
+def test_only_crashes_and_timeouts_are_replayed(error):
+    with pytest.raises(type(error), match=str(error)):
+        walk(range(8), failures=[(4, error)])
 
-    async def renew(env):
-        return env
 
-    async def call(env):
-        if not raised:
-            raised.append(error)
-            raise error
-        return "ok"
-
-    replay = Replay(None, renew)
-    if replayed:
-        assert await replay.do(call) == "ok"
-    else:
-        with pytest.raises(EnvContractError):
-            await replay.do(call)
-    assert replay.replays == replayed
+def test_the_limit_of_recoveries_holds():
+    with pytest.raises(EnvCrashed, match="died"):
+        walk(range(8), failures=[(5, DIED), *[(2, DIED)] * 9])

@@ -17,10 +17,11 @@ from requiring import require
 
 import agentkit
 from agentkit.envs.base import expert_actions
-from agentkit.envs.isolation.allocator import PooledSandboxes, SandboxAllocator
+from agentkit.envs.isolation.allocator import SandboxAllocator
 from agentkit.envs.isolation.env import SandboxedEnv, SandboxedTextEnv
 from agentkit.envs.isolation.placement import place
 from agentkit.envs.isolation.process import EnvProcess
+from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.errors import (
     ConfigError,
     EngineUnavailable,
@@ -76,8 +77,8 @@ async def sandboxed(backend, id="Faulty-v0", kwargs=None, **options):
 
 def sandbox_of(env: SandboxedEnv) -> Any:
     """Return the sandbox and the process in which an environment runs."""
-    assert env._slot is not None
-    return env._slot.sandbox
+    assert env._env.target is not None
+    return env._env.target.sandbox
 
 
 def episode(env, seed, actions):
@@ -165,7 +166,7 @@ def test_arguments_and_names_are_checked_before_or_inside():
 
 
 async def test_exceptions_and_invalid_results_do_not_end_the_process(local):
-    async with sandboxed(local) as env:
+    async with sandboxed(local, redundancy=Redundancy(recovery="retry")) as env:
         first, info = await env.reset(seed=1, options={"level": 2})
         assert info["options"] == {"level": 2}
         process = sandbox_of(env).process
@@ -193,7 +194,7 @@ async def test_exceptions_and_invalid_results_do_not_end_the_process(local):
 
 
 async def test_process_that_dies_hangs_or_sends_garbage_is_replaced(local):
-    async with sandboxed(local) as env:
+    async with sandboxed(local, redundancy=Redundancy(recovery="retry")) as env:
         first = await env.reset(seed=1)
         for action, error, text in [
             ("die", EnvCrashed, "ended with 7"),
@@ -211,7 +212,7 @@ async def test_process_that_dies_hangs_or_sends_garbage_is_replaced(local):
 
 
 async def test_a_sandbox_that_is_removed_in_mid_step_is_a_crash_at_once(local):
-    async with sandboxed(local) as env:
+    async with sandboxed(local, redundancy=Redundancy(recovery="retry")) as env:
         first = await env.reset(seed=1)
         step = asyncio.ensure_future(env.step("hang"))
         await asyncio.sleep(0.5)
@@ -227,14 +228,14 @@ async def test_replay_goes_on_exactly_where_the_sandbox_was_lost(local):
     actions = [*"abc", "KILL", *"def"]
     here = faulty_envs.Faulty()
     expected = [here.reset(seed=4), *(here.step(action) for action in actions)]
-    async with sandboxed(local, recovery="replay") as env:
+    async with sandboxed(local, redundancy=Redundancy(recovery="replay")) as env:
         seen: list[Any] = [await env.reset(seed=4)]
         for action in actions:
             if action == "KILL":
                 await sandbox_of(env).process._process.kill()
             seen.append(await env.step(action))
         assert seen == expected
-        assert env._replay.replays == 1
+        assert env._env.recoveries == 1
 
         await env.reset(seed=4)
         await env.step("chance")
@@ -244,14 +245,14 @@ async def test_replay_goes_on_exactly_where_the_sandbox_was_lost(local):
 
 
 async def test_only_a_deterministic_environment_is_replayed(local):
-    async with sandboxed(local, "Moody-v0", recovery="replay") as env:
+    async with sandboxed(local, "Moody-v0", redundancy=Redundancy(recovery="replay")) as env:
         with pytest.raises(ConfigError, match="not deterministic"):
             await env.reset(seed=0)
 
 
 async def test_inline_environments_share_a_process_and_not_their_failures(local):
     agreed = place("Faulty-v0", {}, local)
-    allocator = SandboxAllocator(agreed, PooledSandboxes(agreed), share=3)
+    allocator = SandboxAllocator(agreed, Redundancy(recovery="retry", share=3))
     envs = [SandboxedEnv("Faulty-v0", allocator=allocator, **PATIENT) for _ in range(4)]
     try:
         await asyncio.gather(*(env.reset(seed=1) for env in envs))
@@ -261,7 +262,7 @@ async def test_inline_environments_share_a_process_and_not_their_failures(local)
         assert len(pids) == 4
         with pytest.raises(EnvCrashed):
             await envs[0].step("raise")
-        with pytest.raises(EnvCrashed, match="reset it first"):
+        with pytest.raises(EnvCrashed, match="call reset first"):
             await envs[0].step("a")
         await envs[0].reset(seed=1)
         interrupted = asyncio.ensure_future(envs[1].step("a"))
@@ -283,40 +284,38 @@ async def test_inline_environments_share_a_process_and_not_their_failures(local)
 
 
 async def test_frozen_sandbox_ends_only_its_own_steps(local):
-    """Both for standalone sandboxes, which no pool monitors, and for pooled ones."""
     agreed = place("Faulty-v0", {}, local)
-    for source in (None, PooledSandboxes(agreed)):
-        allocator = SandboxAllocator(agreed, source, share=64, spread=2)
-        envs = [SandboxedEnv("Faulty-v0", allocator=allocator, **PATIENT) for _ in range(4)]
-        try:
-            for env in envs:
-                await env.reset(seed=1)
-            sandboxes = [id(sandbox_of(env)) for env in envs]
-            assert sorted(sandboxes.count(one) for one in set(sandboxes)) == [1, 1, 2]
-            victims = [env for env in envs if sandboxes.count(id(sandbox_of(env))) == 2]
-            others = [env for env in envs if env not in victims]
-            state = local_state.load(sandbox_of(victims[0]).process._box.id)
-            assert state is not None
-            main = psutil.Process(state.processes[-1].pid)
-            for process in [main, *main.children(recursive=True)]:
-                process.suspend()
-            start = time.monotonic()
-            told: list[Any] = await asyncio.gather(*(env.step("a") for env in envs), return_exceptions=True)
-            took = time.monotonic() - start
-            assert [type(told[envs.index(env)]) for env in victims] == [EnvCrashed, EnvCrashed]
-            assert [told[envs.index(env)][0] for env in others] == ["count 1", "count 1"]
-            assert took < 5 * PATIENCE
-            assert all("hung" in str(told[envs.index(env)]) for env in victims)
-            await asyncio.gather(*(env.reset(seed=1) for env in victims))  # in another sandbox
-            assert [(await env.step("a"))[0] for env in victims] == ["count 1", "count 1"]
-        finally:
-            await asyncio.gather(*(env.close() for env in envs))
-            await allocator.close()
+    allocator = SandboxAllocator(agreed, Redundancy(recovery="retry", share=64, spread=2))
+    envs = [SandboxedEnv("Faulty-v0", allocator=allocator, **PATIENT) for _ in range(4)]
+    try:
+        for env in envs:
+            await env.reset(seed=1)
+        sandboxes = [id(sandbox_of(env)) for env in envs]
+        assert sorted(sandboxes.count(one) for one in set(sandboxes)) == [1, 1, 2]
+        victims = [env for env in envs if sandboxes.count(id(sandbox_of(env))) == 2]
+        others = [env for env in envs if env not in victims]
+        state = local_state.load(sandbox_of(victims[0]).process._box.id)
+        assert state is not None
+        main = psutil.Process(state.processes[-1].pid)
+        for process in [main, *main.children(recursive=True)]:
+            process.suspend()
+        start = time.monotonic()
+        told: list[Any] = await asyncio.gather(*(env.step("a") for env in envs), return_exceptions=True)
+        took = time.monotonic() - start
+        assert [type(told[envs.index(env)]) for env in victims] == [EnvCrashed, EnvCrashed]
+        assert [told[envs.index(env)][0] for env in others] == ["count 1", "count 1"]
+        assert took < 5 * PATIENCE
+        assert all("hung" in str(told[envs.index(env)]) for env in victims)
+        await asyncio.gather(*(env.reset(seed=1) for env in victims))  # in another sandbox
+        assert [(await env.step("a"))[0] for env in victims] == ["count 1", "count 1"]
+    finally:
+        await asyncio.gather(*(env.close() for env in envs))
+        await allocator.close()
 
 
 async def test_environments_that_are_not_inline_have_a_sandbox_each(local):
     agreed = place("Alone-v0", {}, local)
-    allocator = SandboxAllocator(agreed, share=3)
+    allocator = SandboxAllocator(agreed, Redundancy(share=3))
     envs = [SandboxedEnv("Alone-v0", allocator=allocator, **PATIENT) for _ in range(2)]
     await asyncio.gather(*(env.reset(seed=1) for env in envs))
     assert sandbox_of(envs[0]) is not sandbox_of(envs[1])
