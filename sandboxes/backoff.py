@@ -52,10 +52,9 @@ class RestartLimit:
         self._times.append(now)
         return True
 
-    @property
-    def recent(self) -> int:
-        """Number of restarts in the window at the last call of ``allow``."""
-        return len(self._times)
+    def clear(self) -> None:
+        """Forget all restarts."""
+        self._times.clear()
 
 
 class FailureStreak:

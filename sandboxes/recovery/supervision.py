@@ -77,6 +77,8 @@ class Supervised(ABC, Generic[T]):
         self._log: ActionLog[T] = ActionLog(describe)
         self._losses = 0
         """Number of lost targets since the last call began."""
+        self._fruitless = 0
+        """Number of attempts to recover since the last call that succeeded."""
         self._number = standbys
         self._standbys: Standbys[T] | None = None
         self._limit, self._records, self._hedge = limit, log or RecoveryLog(), hedge
@@ -132,12 +134,13 @@ class Supervised(ABC, Generic[T]):
                 return self.target
 
     async def begin(self, *, fresh: bool = False) -> None:
-        """Forget the recorded calls and a failure: the next call starts a new state.
+        """Forget the recorded calls, recoveries and a failure: the next call starts a new state.
 
         Args:
             fresh: whether the target and its standbys must not be used again.
         """
         self._log.clear()
+        self._limit.clear()
         if self._recovering is not None:
             await asyncio.wait({self._recovering})
         if self.failure is not None or fresh or self._stopped:
@@ -198,6 +201,7 @@ class Supervised(ABC, Generic[T]):
                     lost = error
                 if not self.repeats:
                     raise lost
+            self._fruitless = 0
             if record:
                 self._log.record(name, run, result, size)
                 self._wake()
@@ -287,8 +291,9 @@ class Supervised(ABC, Generic[T]):
             if not self._limit.allow(loop_time()):
                 text = f"{self._limit.limit} recoveries in {self._limit.window:g} s, the last because of {self.cause}"
                 raise NotRecovered(self.given_up("crash loop", text, error))
-            if self._limit.recent > 1:
-                await asyncio.sleep(self._backoff.delay(self._limit.recent - 1, self._rng))
+            if self._fruitless:
+                await asyncio.sleep(self._backoff.delay(self._fruitless, self._rng))
+            self._fruitless += 1
             if self._log.unreplayable is not None and self.replays:
                 raise NotRecovered(self.given_up("unreplayable", self._log.unreplayable, error))
             try:
