@@ -8,16 +8,17 @@ never clients.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentkit.errors import AccessDenied, ProtocolError, QuotaExceeded, SandboxError
-from agentkit.sandboxes.server.policy import Quota, over_limit
+from agentkit.sandboxes.server.policy import over_limit
 from agentkit.sandboxes.server.protocol import pack_error
+
+if TYPE_CHECKING:
+    from agentkit.sandboxes.server.tenants import Tenant, Tenants
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,52 +28,50 @@ App = Callable[[Message, bytes, Receive, Send], Awaitable[None]]
 
 
 class AdmissionControl:
-    """ASGI middleware: check the header of a request, read its body and pass both to ``app``."""
+    """ASGI middleware: find the tenant of a request by its header, read the body and pass both to its application."""
 
-    def __init__(self, app: App, token: str, quota: Quota) -> None:
-        self._app = app
-        self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
-        self._quota = quota
-        self._requests = 0
-        self._bytes = 0
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"the sandbox server speaks HTTP, not {scope['type']}")
         try:
-            length = self._admit(dict(scope["headers"]))
+            tenant, length = self._admit(dict(scope["headers"]))
         except _Rejected as rejected:
             await _reject(send, rejected.status, rejected.error)
             return
-        self._requests += 1
-        self._bytes += length
-        try:
-            body = await asyncio.wait_for(_read(receive), self._quota.transfer_seconds(length))
-            if body is not None:
-                await self._app(scope, body, receive, send)
-        except asyncio.TimeoutError:
-            await _reject(send, 408, ProtocolError("the body was not received in time"))
-        finally:
-            self._requests -= 1
-            self._bytes -= length
+        with tenant.share.counted(requests=1, bodies=length):
+            try:
+                body = await asyncio.wait_for(_read(receive), tenant.share.total.transfer_seconds(length))
+                if body is not None:
+                    await tenant.app(scope, body, receive, send)
+            except asyncio.TimeoutError:
+                await _reject(send, 408, ProtocolError("the body was not received in time"))
 
-    def _admit(self, headers: dict[bytes, bytes]) -> int:
-        """Return the length of the request's body. Raises ``_Rejected``."""
-        digest = hashlib.sha256(headers.get(b"authorization", b"")).digest()
-        if not hmac.compare_digest(digest, self._digest):
+    def _admit(self, headers: dict[bytes, bytes]) -> tuple[Tenant, int]:
+        """Return the tenant and the length of the request's body. Raises ``_Rejected``."""
+        tenant = self._tenants.identify(bearer_token(headers))
+        if tenant is None:
             raise _Rejected(401, AccessDenied("the token is missing or wrong"))
         if b"origin" in headers:
             raise _Rejected(403, AccessDenied("web pages may not use this server"))
         if b"transfer-encoding" in headers:
             raise _Rejected(411, ProtocolError("the request needs a content-length"))
         length = int(headers.get(b"content-length", b"0"))
-        if length > self._quota.body:
-            raise _Rejected(413, over_limit(f"a body of {length} bytes is longer than {self._quota.body}"))
-        if self._requests >= self._quota.requests:
-            raise _Rejected(429, QuotaExceeded(f"{self._requests} requests are in progress; try again later"))
-        if self._bytes + length > self._quota.bodies:
-            raise _Rejected(429, QuotaExceeded(f"requests of {self._bytes} bytes are in progress; try again later"))
-        return length
+        if length > (longest := tenant.share.total.body):
+            raise _Rejected(413, over_limit(f"a body of {length} bytes is longer than {longest}"))
+        try:
+            tenant.share.check(requests=1, bodies=length)
+        except QuotaExceeded as error:
+            raise _Rejected(429, error) from None
+        return tenant, length
+
+
+def bearer_token(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the token of a request; empty if it has none."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token if scheme == b"Bearer" else b""
 
 
 class _Rejected(Exception):

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl
 
 import uvicorn
 
-from agentkit.errors import ConfigError, ProtocolError, QuotaExceeded, SandboxError
+from agentkit.errors import AccessDenied, ConfigError, ProtocolError, QuotaExceeded, SandboxError
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.agent import protocol
 from agentkit.sandboxes.agent.protocol import Kind
@@ -30,8 +30,8 @@ from agentkit.sandboxes.backend import Backend, Channel, Process
 from agentkit.sandboxes.backends import backend as backend_named
 from agentkit.sandboxes.pool.health import HostUsage, local_host
 from agentkit.sandboxes.server.admission import AdmissionControl, Message, Receive, Send, http_protocol
-from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
-from agentkit.sandboxes.server.config import ServerConfig, read_config
+from agentkit.sandboxes.server.auth import PORT, find_tokens, is_loopback
+from agentkit.sandboxes.server.config import OPERATOR, ServerConfig, read_config
 from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.metrics import ERROR, ServerMetrics
 from agentkit.sandboxes.server.policy import check_amount
@@ -47,7 +47,9 @@ from agentkit.sandboxes.server.protocol import (
 )
 from agentkit.sandboxes.server.sessions import SandboxSessions
 from agentkit.sandboxes.server.state import ServerState
+from agentkit.sandboxes.server.tenants import Operation, Tenants
 from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.tasks import tracked
 
 _log = logging.getLogger(__name__)
 
@@ -89,13 +91,14 @@ class _Stream:
 
 
 class SandboxApp:
-    """The methods of ``Backend`` and ``Channel`` as an application for ``AdmissionControl``.
+    """The methods of ``Backend`` and ``Channel`` for one tenant, as an application for ``AdmissionControl``.
 
     Requests are dispatched with ``match``, because the routing of a framework takes longer than a short command.
     """
 
-    def __init__(self, sessions: SandboxSessions) -> None:
+    def __init__(self, sessions: SandboxSessions, operation: Operation | None) -> None:
         self._sessions = sessions
+        self._operation = operation
         self._processes: dict[str, Process] = {}
 
     async def __call__(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
@@ -132,9 +135,11 @@ class SandboxApp:
             case "POST", "list":
                 return pack_json(await self._sessions.list(unpack(dict[str, str], call.body)))
             case "GET", "status":
-                return pack_json(self._sessions.status())
+                return pack_json(self._operation.status() if self._operation else self._sessions.report())
             case "POST", "drain":
-                self._sessions.drain(unpack(bool, call.body))
+                if self._operation is None:
+                    raise AccessDenied("only the operator's token may drain the server")
+                self._operation.drain(unpack(bool, call.body))
             case "DELETE", "calls", name:
                 await self._sessions.cancel(name)
             case "DELETE", "snapshots", name:
@@ -335,14 +340,14 @@ class SandboxServer:
 
     Attributes:
         url: the address of the server.
-        sessions: its sandboxes.
+        tenants: its tenants.
     """
 
     def __init__(
         self,
         backend: Backend,
         *,
-        token: str,
+        token: str | Sequence[str],
         host: str = "127.0.0.1",
         port: int = 0,
         config: ServerConfig | None = None,
@@ -355,7 +360,7 @@ class SandboxServer:
 
         Args:
             backend: where sandboxes are created; the server starts and closes it.
-            token: the token that clients must send.
+            token: the token, or the tokens, that clients must send; the operator's if there are tenants.
             host: the address to listen on.
             port: the port; 0 chooses a free one.
             config: what clients may do; by default nothing that weakens a sandbox.
@@ -373,8 +378,9 @@ class SandboxServer:
                 f"{host} can be reached from other machines: give a TLS certificate and its key, or listen on 127.0.0.1"
             )
         config = config or ServerConfig()
-        host_state = Host(config.watermarks.shares(), measure or (lambda: local_host(backend.storage)))
-        self.sessions = SandboxSessions(backend, host_state, config.policy, config.quota, state)
+        machine = Host(config.watermarks.shares(), measure or (lambda: local_host(backend.storage)))
+        self.tenants = Tenants(backend, machine, SandboxApp, state)
+        self._config, self._tokens = config, (token,) if isinstance(token, str) else token
         self.keep = False
         """Leave the sandboxes to the next process of the server at the end."""
         try:
@@ -387,10 +393,7 @@ class SandboxServer:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         address = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
-        app = AdmissionControl(SandboxApp(self.sessions), token, config.quota)
-        readers = [token] if config.metrics_token_file is None else [token, find_token(config.metrics_token_file)]
-        sessions = {"operator": self.sessions}
-        measured = ServerMetrics(app, readers, backend, host_state, lambda: sessions, config.quota.sandboxes)
+        measured = ServerMetrics(AdmissionControl(self.tenants), self.tenants, backend, machine, config.quota.sandboxes)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 measured,  # pyright: ignore[reportArgumentType]
@@ -410,9 +413,14 @@ class SandboxServer:
         )
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def sessions(self) -> SandboxSessions:
+        """The sandboxes of the operator's token, which is the only one without tenants."""
+        return self.tenants[OPERATOR].sessions
+
     async def __aenter__(self) -> SandboxServer:
         try:
-            await self.sessions.start()
+            await self.tenants.start(self._config, self._tokens)
         except BaseException:
             self._socket.close()
             raise
@@ -421,7 +429,7 @@ class SandboxServer:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._serving is not None
-        await self.sessions.stop(keep=self.keep)
+        await self.tenants.stop(keep=self.keep)
         self._uvicorn.should_exit = True
         await asyncio.wait({self._serving})
         self._socket.close()
@@ -452,6 +460,8 @@ def serve(
     SIGINT removes all sandboxes. After SIGTERM, or the death of the process, they are kept for ``keep`` seconds: a
     server of the same name that starts within this time adopts them.
 
+    SIGHUP reads ``config`` and all tokens again; sandboxes continue.
+
     Args:
         backend: name of the back end, or an instance, in which sandboxes are created.
         host: the address to listen on; other addresses than loopback need a certificate.
@@ -471,8 +481,17 @@ def serve(
             this name runs.
         EngineUnavailable: the back end cannot be started.
     """
-    token = find_token(token_file, make=True)
-    rules = ServerConfig() if config is None else read_config(config)
+
+    def settings() -> tuple[ServerConfig, Sequence[str]]:
+        return ServerConfig() if config is None else read_config(config), find_tokens(token_file, make=True)
+
+    rules, tokens = settings()
+
+    async def reload(server: SandboxServer) -> None:
+        try:
+            await server.tenants.configure(*settings())
+        except ConfigError as error:
+            _log.error("the configuration stays as it was: %s", error)
 
     async def main() -> None:
         received: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -482,7 +501,7 @@ def serve(
         state = _state(chosen, name or (f"{chosen.name}-{port}" if port else ""), keep)
         async with SandboxServer(
             chosen,
-            token=token,
+            token=tokens,
             host=host,
             port=port,
             config=rules,
@@ -491,6 +510,8 @@ def serve(
             state=state,
         ) as server:
             announce(server.url)
+            loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+            loop.add_signal_handler(signal.SIGHUP, lambda: tracked(reload(server), reloads))
             server.keep = await received == signal.SIGTERM and state is not None
 
     asyncio.run(main())

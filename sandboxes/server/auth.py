@@ -23,20 +23,27 @@ _MIN_LENGTH = 20
 
 
 def find_token(file: str | Path | None = None, *, make: bool = False) -> str:
-    """Return the token of the sandbox server.
+    """Return the token of the sandbox server: the first one of ``find_tokens``."""
+    return find_tokens(file, make=make)[0]
+
+
+def find_tokens(file: str | Path | None = None, *, make: bool = False) -> tuple[str, ...]:
+    """Return the tokens that a sandbox server accepts from one tenant, the newest first.
+
+    Each line of a file is a token. With the new and the old one, clients can change to the new one at any time.
 
     The first of these is used: ``file``, ``$AGENTKIT_SANDBOX_TOKEN``, the file ``$AGENTKIT_SANDBOX_TOKEN_FILE``, the
     file ``server-token`` in this user's runtime directory.
 
     Args:
-        file: a file that contains the token.
+        file: a file that contains the tokens.
         make: create the file in the runtime directory if it is the one to use and does not exist.
 
     Raises:
         ConfigError: there is no token, it is too short, or others can read its file.
     """
     if file is None and (token := os.environ.get(TOKEN)):
-        return _checked(token, TOKEN)
+        return (_checked(token, TOKEN),)
     default = paths.runtime_root() / "server-token"
     path = Path(file or os.environ.get(TOKEN_FILE) or default)
     if make and path == default and not path.exists():
@@ -44,7 +51,8 @@ def find_token(file: str | Path | None = None, *, make: bool = False) -> str:
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(f"other users can read the token file {path}; chmod 600 it and change the token")
-        return _checked(path.read_text(), str(path))
+        lines = [line for line in path.read_text().splitlines() if line.strip()] or [""]
+        return tuple(_checked(line, str(path)) for line in lines)
     except OSError as error:
         raise ConfigError(f"no token: {path}: {error.strerror}; set {TOKEN} or {TOKEN_FILE}") from None
 

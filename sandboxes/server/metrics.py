@@ -8,10 +8,8 @@ the sandboxes is silent.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -27,9 +25,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from agentkit.errors import SandboxError
 from agentkit.sandboxes.backend import Backend
-from agentkit.sandboxes.server.admission import Message, Receive, Send
+from agentkit.sandboxes.server.admission import Message, Receive, Send, bearer_token
 from agentkit.sandboxes.server.host import Host
-from agentkit.sandboxes.server.sessions import SandboxSessions
+from agentkit.sandboxes.server.tenants import Tenants
 
 PATH = "/metrics"
 ENGINE_SECONDS = 3.0
@@ -66,24 +64,21 @@ class ServerMetrics:
 
     Args:
         app: the application behind it.
-        tokens: tokens that may read the metrics.
+        tenants: the tenants of the server.
         backend: the back end of the sandboxes.
         host: the machine of the server.
-        tenants: returns the sandboxes of each tenant.
         limit: largest number of sandboxes.
     """
 
     def __init__(
         self,
         app: App,
-        tokens: Iterable[str],
+        tenants: Tenants,
         backend: Backend,
         host: Host,
-        tenants: Callable[[], Mapping[str, SandboxSessions]],
         limit: int,
     ) -> None:
         self._app, self._backend, self._host, self._tenants = app, backend, host, tenants
-        self._digests = [_digest(b"Bearer " + token.encode()) for token in tokens]
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter(
@@ -144,10 +139,9 @@ class ServerMetrics:
                 self._execs.observe(seconds)
 
     async def _answer(self, scope: Message, send: Send) -> None:
-        digest = _digest(dict(scope["headers"]).get(b"authorization", b""))
         if scope["method"] != "GET":
             status, body = 405, b""
-        elif not any(hmac.compare_digest(digest, known) for known in self._digests):
+        elif not self._tenants.may_read_metrics(bearer_token(dict(scope["headers"]))):
             status, body = 401, b"the token is missing or wrong\n"
         else:
             status, body = 200, await self._render()
@@ -171,7 +165,7 @@ class ServerMetrics:
             ["tenant"],
         )
         snapshots = GaugeMetricFamily("agentkit_snapshots", "Stored snapshots.", None, ["tenant"])
-        for tenant, sessions in self._tenants().items():
+        for tenant, sessions in self._tenants.sessions().items():
             for state, number in sessions.count(states).items():
                 sandboxes.add_metric([tenant, state], number)
             expired.add_metric([tenant], sessions.expired)
@@ -205,7 +199,3 @@ class _Families:
 
     def collect(self) -> list[Metric]:
         return self.families
-
-
-def _digest(header: bytes) -> bytes:
-    return hashlib.sha256(header).digest()

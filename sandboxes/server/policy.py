@@ -14,6 +14,8 @@ from pydantic import Field
 from agentkit.errors import AccessDenied, QuotaExceeded
 from agentkit.sandboxes.spec import DEFAULT_IMAGE, Mount, SandboxSpec, Size, Spec, parse_size
 
+_SNAPSHOTS = "agentkit/snapshot"
+"""Images of snapshots, which may be those of another tenant: a client uses its own by their names on the server."""
 _SLOWEST_TRANSFER = 100_000
 """Lowest allowed transfer rate of a client, in bytes per second."""
 
@@ -73,6 +75,10 @@ class Quota(Spec):
 
     sandboxes: int = Field(default=256, ge=1)
     """Largest number of sandboxes."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Largest sum of the processors of all sandboxes. None: no limit."""
+    memory: Size | None = None
+    """Largest sum of the memory limits of all sandboxes, in bytes. None: no limit."""
     snapshots: int = Field(default=64, ge=0)
     """Largest number of snapshots."""
     requests: int = Field(default=2048, ge=1)
@@ -96,6 +102,25 @@ class Quota(Spec):
         return self.body_seconds + length / _SLOWEST_TRANSFER
 
 
+class TenantQuota(Spec):
+    """Limits of one tenant, in addition to its share of ``Quota``. None: no limit of its own."""
+
+    sandboxes: int | None = Field(default=None, ge=0)
+    """Largest number of sandboxes."""
+    snapshots: int | None = Field(default=None, ge=0)
+    """Largest number of snapshots."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Largest sum of the processors of its sandboxes."""
+    memory: Size | None = None
+    """Largest sum of the memory limits of its sandboxes, in bytes."""
+    requests: int | None = Field(default=None, ge=1)
+    """Concurrent requests, including event streams."""
+    bodies: Size | None = None
+    """Total size of the bodies of its requests in progress, in bytes."""
+    responses: Size | None = None
+    """Total size of its buffered responses that are not read yet, in bytes."""
+
+
 def permitted(policy: Policy, spec: SandboxSpec, *, check_image: bool = True) -> SandboxSpec:
     """Return ``spec`` with the sources of its mounts resolved.
 
@@ -108,7 +133,8 @@ def permitted(policy: Policy, spec: SandboxSpec, *, check_image: bool = True) ->
         AccessDenied: the policy does not allow a field of ``spec``.
         QuotaExceeded: an amount is larger than the policy allows.
     """
-    if check_image and not any(fnmatch.fnmatchcase(spec.image, pattern) for pattern in policy.images):
+    listed = any(fnmatch.fnmatchcase(spec.image, pattern) for pattern in policy.images)
+    if check_image and (spec.image.startswith(_SNAPSHOTS) or not listed):
         raise _denied("image", spec.image)
     if spec.network.mode not in policy.networks:
         raise _denied("network", spec.network.mode)

@@ -1,6 +1,6 @@
-"""State of a sandbox server: the sandboxes of its clients, their channels and snapshots, and when each expires.
+"""State of one tenant of a sandbox server: its sandboxes, their channels and snapshots, and when each expires.
 
-Invariant: clients reach only sandboxes that were created through this server. A sandbox is removed at the latest when
+Invariant: clients reach only sandboxes that clients of the same tenant created. A sandbox is removed at the latest when
 its time to live ends, when all its clients have been disconnected for ``Quota.disconnected_seconds``, or when the
 server stops. A snapshot is removed when its client has been disconnected for that time and no sandbox made from it is
 left. If the server dies, the reaper removes them. Sandboxes in creation count against the quota.
@@ -16,24 +16,22 @@ import contextlib
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentkit.errors import InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.backend import Backend, Channel
-from agentkit.sandboxes.reaper import process
-from agentkit.sandboxes.reaper.labels import MANAGED, RUN
 from agentkit.sandboxes.reaper.registration import Registration
 from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.policy import Policy, Quota, permitted
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
+from agentkit.sandboxes.server.shares import Share
 from agentkit.sandboxes.server.state import SavedSandbox, SavedSnapshot, ServerState
 from agentkit.sandboxes.spec import SandboxSpec
-from agentkit.sandboxes.tasks import begin, finished, loop_time, retrieve, tracked
-from agentkit.sandboxes.threads import in_thread
-from agentkit.sandboxes.types import Observed, Snapshot
+from agentkit.sandboxes.tasks import begin, loop_time, retrieve, tracked
+from agentkit.sandboxes.types import BackendEvent, Observed, Snapshot
 
 T = TypeVar("T")
 
@@ -80,18 +78,27 @@ class _Recent(OrderedDict[str, str]):
 
 
 class SandboxSessions:
-    """The sandboxes of all clients. It is used in one event loop, between ``start`` and ``stop``."""
+    """The sandboxes of one tenant's clients. It is used in one event loop, between ``start`` and ``stop``."""
 
     def __init__(
-        self, backend: Backend, host: Host, policy: Policy, quota: Quota, files: ServerState | None = None
+        self,
+        backend: Backend,
+        host: Host,
+        share: Share,
+        policy: Policy,
+        exists: Callable[[str], bool],
+        files: ServerState | None,
     ) -> None:
-        self.boot = secrets.token_hex(8)
+        self.boot = secrets.token_hex(8) if files is None else files.boot
         """Identifies this server; with a ``state``, in all of its processes."""
         self._files = files
         self.backend = backend
         self.host = host
+        self.share = share
         self.policy = policy
-        self.quota = quota
+        share.held = self._held
+        self._exists = exists
+        """Whether any tenant has a sandbox of this id."""
         self._sessions: dict[str, SandboxSession] = {}
         self._channels: dict[str, tuple[str, Channel]] = {}
         self._adopted: dict[str, SandboxSession] = {}
@@ -104,32 +111,18 @@ class SandboxSessions:
         self._snapshots: dict[str, StoredSnapshot] = {}
         self._subscribers: dict[asyncio.Queue[bytes | None], str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._buffered = 0
         self._stopping = False
         self.expired = 0
         """Sandboxes that were removed because their time to live ended or their clients were gone."""
 
-    async def start(self) -> None:
-        """Start the back end and the background tasks, and adopt what an earlier process of the server left.
+    @property
+    def quota(self) -> Quota:
+        """The limits of all tenants."""
+        return self.share.total
 
-        Raises:
-            EngineUnavailable: the back end cannot be started.
-            ConfigError: the server of this name already runs.
-        """
-        if self._files is None:
-            await self.backend.start()
-        else:
-            self._files.open()
-            try:
-                self.boot = self._files.boot
-                await finished(in_thread(process.watch, self.backend))
-                await self.backend.start()
-                await self._adopt(self._files)
-            except BaseException:
-                self._files.close(keep=True)
-                raise
+    async def start(self) -> None:
+        """Start the background tasks. The back end has started."""
         self.background(self._expire_sessions())
-        self.background(self._forward_events())
 
     async def stop(self, *, keep: bool = False) -> None:
         """Remove everything within 30 s; the reaper removes the rest.
@@ -138,8 +131,7 @@ class SandboxSessions:
             keep: leave the sandboxes and snapshots to the next process of the server.
         """
         self._stopping = True
-        for queue in self._subscribers:
-            _offer(queue, None)
+        self.disconnect()
         tasks = [*self._calls.values(), *self._tasks]
         for task in tasks:
             task.cancel()
@@ -147,9 +139,6 @@ class SandboxSessions:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS / 3)
         if not keep:
             await self._remove_all()
-        await self.backend.close()
-        if self._files is not None:
-            self._files.close(keep=keep)
 
     async def _remove_all(self) -> None:
         removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
@@ -203,15 +192,14 @@ class SandboxSessions:
     @contextlib.contextmanager
     def buffered(self, size: int) -> Iterator[None]:
         """Count a response against the quota while its client reads it. Raises ``QuotaExceeded``."""
-        if self._buffered and self._buffered + size > self.quota.responses:
-            error = QuotaExceeded(f"responses of {self._buffered} bytes are not read yet; read them faster")
-            error.side_effects = "maybe"
-            raise error
-        self._buffered += size
         try:
+            self.share.check(responses=size if self.share.used("responses") else 0)
+        except QuotaExceeded as error:
+            refusal = QuotaExceeded(f"earlier responses are not read yet; read them faster ({error})")
+            refusal.side_effects = "maybe"
+            raise refusal from None
+        with self.share.counted(responses=size):
             yield
-        finally:
-            self._buffered -= size
 
     # Sandboxes
 
@@ -224,11 +212,10 @@ class SandboxSessions:
         if snapshot is not None:
             allowed = allowed.model_copy(update={"image": snapshot.image})
         self.backend.check(allowed)
-        if id in self._sessions:
+        if self._exists(id):
             raise SandboxError(f"sandbox {id} already exists")
         self.host.check()
-        if len(self._sessions) >= self.quota.sandboxes:
-            raise QuotaExceeded(f"this server already has its {self.quota.sandboxes} sandboxes")
+        self.share.check(sandboxes=1, cpus=spec.resources.cpus, memory=spec.resources.memory)
         session = self._sessions[id] = SandboxSession(id, spec, Registration(id, spec, self.backend), loop_time())
         try:
             channel = await self.backend.create(id, allowed, {**labels, **await session.registration.register()})
@@ -242,7 +229,7 @@ class SandboxSessions:
         if spec.ttl is not None:  # for a client that ends before it sets the time to live with ``extend``
             session.deadline = loop_time() + spec.start_timeout + spec.ttl
         self._set_channel(session, channel, client)
-        self._send_state()
+        self.send_state()
         return session
 
     async def attach(self, id: str, client: str) -> SandboxSession:
@@ -274,7 +261,7 @@ class SandboxSessions:
         await self.backend.remove(id)
         await session.registration.unregister()
         self._forget(session)
-        self._send_state()
+        self.send_state()
 
     async def extend(self, id: str, ttl: float | None) -> None:
         session = self.session(id)
@@ -296,6 +283,9 @@ class SandboxSessions:
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._sessions
 
     async def inspect(self, id: str) -> Observed:
         return await self.backend.inspect(id) if id in self._sessions else Observed(id, "absent", {})
@@ -331,8 +321,7 @@ class SandboxSessions:
     # Snapshots
 
     async def snapshot(self, id: str, client: str) -> Snapshot:
-        if len(self._snapshots) >= self.quota.snapshots:
-            raise QuotaExceeded(f"this server already has its {self.quota.snapshots} snapshots")
+        self.share.check(snapshots=1)
         self.session(id)
         name = paths.new_id()
         stored = self._snapshots[name] = StoredSnapshot(client, loop_time())
@@ -343,7 +332,7 @@ class SandboxSessions:
             if stored.snapshot is None:
                 del self._snapshots[name]
         if self._files is not None:
-            self._files.save_snapshot(SavedSnapshot(taken, client))
+            self._files.save_snapshot(SavedSnapshot(taken, self.share.name, client))
         # The client gets a name only: no path and no image of the server.
         return Snapshot(name, "remote", f"{SNAPSHOT_IMAGE}/{self.boot}/{name}", None)
 
@@ -377,7 +366,7 @@ class SandboxSessions:
         """Return a queue of lines for a client, ended by None. ``keys``: channels that the client has open."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
         self._subscribers[queue] = client
-        _offer(queue, _line(hello=self.boot, body=self.quota.body, **self._state))
+        _offer(queue, _line(hello=self.boot, body=self.quota.body, **self.report()))
         lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)}
         _offer(queue, _line(lost=lost))
         return queue
@@ -388,73 +377,44 @@ class SandboxSessions:
             if client in session.clients:
                 session.last_contact = loop_time()
 
-    @property
-    def _state(self) -> Mapping[str, Any]:
-        return {"load": (len(self._sessions), self.quota.sandboxes), "host": self.host.describe()}
+    def report(self) -> Mapping[str, Any]:
+        """Return the load and the state of the machine as plain data."""
+        return {"load": self.share.load(), "host": self.host.describe()}
 
-    def _send_state(self) -> None:
-        self._broadcast(**self._state)
+    def send_state(self) -> None:
+        """Send the load and the state of the machine to all clients."""
+        self._broadcast(**self.report())
 
     def _broadcast(self, **fields: Any) -> None:
         for queue in self._subscribers:
             _offer(queue, _line(**fields))
 
-    async def _forward_events(self) -> None:
-        pause = 0.1
-        while True:
-            try:
-                async for event in self.backend.events():
-                    pause = 0.1
-                    if event.id in self._sessions or event.id in self._removed:
-                        self._broadcast(event=event)
-            except SandboxError as error:
-                _log.warning("the event stream of the back end ended: %s", error)
+    def publish(self, event: BackendEvent | None) -> None:
+        """Send an event of a sandbox of this tenant to all clients; None: events may have been missed."""
+        if event is None:
             self._broadcast(engine="silent")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        elif event.id in self._sessions or event.id in self._removed:
+            self._broadcast(event=event)
 
-    # Operation
-
-    def drain(self, draining: bool) -> None:
-        """Refuse new sandboxes, or accept them again; existing ones continue."""
-        self.host.draining = draining
-        self._send_state()
-
-    def status(self) -> Mapping[str, Any]:
-        """Return the state of the server as plain data."""
-        return self._state
+    def disconnect(self) -> None:
+        """End the event streams: clients have to authenticate again."""
+        for queue in self._subscribers:
+            _offer(queue, None)
 
     # Adoption
 
-    async def _adopt(self, files: ServerState) -> None:
-        """Take over the sandboxes and snapshots of earlier processes; remove those that no file describes."""
-        present = {seen.id: seen for seen in await self.backend.list({MANAGED: "1", RUN: files.run})}
-        for saved in files.sandboxes():
-            seen = present.get(saved.id)
-            if seen is None or seen.state not in ("running", "paused"):
-                files.forget("sandboxes", saved.id)
-                continue
-            del present[saved.id]
-            registration = Registration(saved.id, saved.spec, self.backend)
-            session = SandboxSession(saved.id, saved.spec, registration, loop_time(), saved.key)
-            session.clients, session.deadline = set(saved.clients), saved.deadline
-            self._sessions[saved.id] = self._adopted[saved.key] = session
-            if seen.state == "running":
-                self._begin_reconnecting(session)
-        for id in present:
-            _log.warning("removing sandbox %s of an earlier process of this server, which ended or is not known", id)
-            self.background(self._remove_unknown(id))
-        existing = {seen.id for seen in await self.backend.snapshots()}
-        for saved in files.snapshots():
-            if saved.snapshot.id in existing:
-                self._snapshots[saved.snapshot.id] = StoredSnapshot(saved.client, loop_time(), saved.snapshot)
-            else:
-                files.forget("snapshots", saved.snapshot.id)
+    def adopt(self, saved: SavedSandbox, *, running: bool) -> None:
+        """Take over a sandbox of an earlier process of the server, which runs or is paused."""
+        registration = Registration(saved.id, saved.spec, self.backend)
+        session = SandboxSession(saved.id, saved.spec, registration, loop_time(), saved.key)
+        session.clients, session.deadline = set(saved.clients), saved.deadline
+        self._sessions[saved.id] = self._adopted[saved.key] = session
+        if running:
+            self._begin_reconnecting(session)
 
-    async def _remove_unknown(self, id: str) -> None:
-        self._removed[id] = ""
-        await self.backend.remove(id)
-        await Registration(id, SandboxSpec(), self.backend).unregister()
+    def adopt_snapshot(self, saved: SavedSnapshot) -> None:
+        """Take over a snapshot of an earlier process of the server."""
+        self._snapshots[saved.snapshot.id] = StoredSnapshot(saved.client, loop_time(), saved.snapshot)
 
     async def _reconnect(self, session: SandboxSession) -> None:
         """Connect to the agent of an adopted sandbox, once for all callers."""
@@ -486,8 +446,20 @@ class SandboxSessions:
 
     def _save(self, session: SandboxSession) -> None:
         if self._files is not None and self._sessions.get(session.id) is session:
-            clients = sorted(session.clients)
-            self._files.save_sandbox(SavedSandbox(session.id, session.spec, session.key, clients, session.deadline))
+            clients, tenant = sorted(session.clients), self.share.name
+            saved = SavedSandbox(session.id, tenant, session.spec, session.key, clients, session.deadline)
+            self._files.save_sandbox(saved)
+
+    def _held(self, name: str) -> float:
+        """Return how much of an amount of ``TenantQuota`` the sandboxes and snapshots use."""
+        match name:
+            case "sandboxes":
+                return len(self._sessions)
+            case "snapshots":
+                return len(self._snapshots)
+            case "cpus" | "memory":
+                return sum(getattr(session.spec.resources, name) for session in self._sessions.values())
+        return 0
 
     def _forget(self, session: SandboxSession) -> None:
         if self._sessions.get(session.id) is session:
@@ -524,8 +496,7 @@ class SandboxSessions:
     async def _expire_sessions(self) -> None:
         """Send heartbeats and remove expired sandboxes and snapshots, until cancelled."""
         while True:
-            self.host.update()
-            self._send_state()
+            self.send_state()
             connected, now = set(self._subscribers.values()), loop_time()
             for session in list(self._sessions.values()):
                 if session.clients & connected:

@@ -34,6 +34,7 @@ class SavedSandbox:
     """What a server knows about a sandbox of a client."""
 
     id: str
+    tenant: str
     spec: SandboxSpec
     key: str
     """The key of its channel."""
@@ -46,6 +47,7 @@ class SavedSnapshot:
     """What a server knows about a snapshot of a client."""
 
     snapshot: Snapshot
+    tenant: str
     client: str
 
 

@@ -79,7 +79,7 @@ async def test_nothing_is_created_above_a_watermark(usage: HostUsage) -> None:
             await asyncio.sleep(0.05)
         assert "95%" in reason
         assert (await box.exec("echo on")).stdout == "on\n"
-        assert server.sessions.status()["host"]["accepting"] is False
+        assert server.sessions.report()["host"]["accepting"] is False
         machine.usage = EMPTY
         while await refused(backend):
             assert time.monotonic() < end
@@ -88,9 +88,9 @@ async def test_nothing_is_created_above_a_watermark(usage: HostUsage) -> None:
 
 async def test_a_draining_server_keeps_its_sandboxes() -> None:
     async with served(Machine()) as (server, backend), Sandbox.create(SMALL, backend=backend) as box:
-        server.sessions.drain(True)
+        server.tenants.drain(True)
         assert "draining" in await refused(backend)
         assert (await box.exec("echo on")).stdout == "on\n"
-        assert server.sessions.status()["load"] == (1, 256)
-        server.sessions.drain(False)
+        assert server.sessions.report()["load"] == (1, 256)
+        server.tenants.drain(False)
         assert not await refused(backend)
