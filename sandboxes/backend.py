@@ -75,6 +75,11 @@ class Channel(abc.ABC):
     lost: asyncio.Future[str]
     heard: float = float("-inf")
 
+    @property
+    def host_silent(self) -> bool:
+        """Whether the host of the sandbox does not answer: the silence of the sandbox means nothing then."""
+        return False
+
     @abc.abstractmethod
     async def exec(self, request: ExecRequest) -> ExecResult:
         """Run a command to its end, at most once. Cancellation kills its process tree.

@@ -27,7 +27,7 @@ CLIENT_HEADER = "agentkit-client"
 """
 CALL_HEADER = "agentkit-call"
 """Request header: the id of this call, by which it can be cancelled."""
-HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 1.0
 """Longest time between two lines of an event stream."""
 SNAPSHOT_IMAGE = "agentkit-snapshot"
 """``agentkit-snapshot/SERVER/ID`` is the image name of a snapshot on a server."""

@@ -1,9 +1,9 @@
 """Sandboxes on sandbox servers of other machines.
 
-Invariant: a sandbox lives on one server, which gets all its calls. A new sandbox is created on the server with the
-lowest load; if that one is full or unreachable, on the next. Losing a server loses only its own sandboxes
-(``SandboxLost`` with reason ``engine_down``), and it is used again when it is back. The token is sent only over
-loopback or TLS.
+Invariant: a sandbox lives on one server, which gets all its calls. A new sandbox is created on the first server in the
+order of ``placement.py`` that takes it. Losing a server loses only its own sandboxes (``SandboxLost`` with reason
+``engine_down``), and it is used again when it is back; what was to be removed there meanwhile is removed then. Calls to
+the other servers do not wait for it. The token is sent only over loopback or TLS.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ import os
 import random
 import secrets
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentkit.errors import ConfigError, EngineUnavailable, ImageError, ProtocolError, QuotaExceeded, SandboxLost
+from agentkit.errors import (
+    ConfigError,
+    EngineUnavailable,
+    ImageError,
+    ProtocolError,
+    QuotaExceeded,
+    SandboxError,
+    SandboxLost,
+)
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.backends.remote.channel import RemoteChannel
-from agentkit.sandboxes.backends.remote.connection import ServerConnection
+from agentkit.sandboxes.backends.remote.connection import HostStatus, ServerConnection
+from agentkit.sandboxes.backends.remote.health import PATIENCE
 from agentkit.sandboxes.backends.remote.placement import order
 from agentkit.sandboxes.server.auth import PORT, find_token, is_loopback
 from agentkit.sandboxes.server.protocol import SNAPSHOT_IMAGE, pack_json, unpack
@@ -31,6 +41,8 @@ from agentkit.sandboxes.types import BackendEvent, Observed, Snapshot
 
 URLS = "AGENTKIT_SANDBOX_URL"
 _TIMEOUT = 30.0
+_LOOKUP_TIMEOUT = 10.0
+"""Seconds that a server may take to tell whether it has a sandbox."""
 _UNDO_TIMEOUT = 20.0
 """Seconds that a server may take to remove what a cancelled or broken creation left."""
 
@@ -44,7 +56,7 @@ class RemoteBackend(Backend):
         token: one token for all servers, or one per server. Default: the token that
             ``agentkit.sandboxes.server.auth.find_token`` finds.
         ca: a file of certificates to trust instead of the system's.
-        patience: seconds without an answer after which a server and its sandboxes count as lost.
+        patience: seconds of silence after which a server and its sandboxes count as lost.
 
     Raises:
         ConfigError: a URL is malformed, repeated or unencrypted, or the number of tokens does not match.
@@ -67,7 +79,7 @@ class RemoteBackend(Backend):
         token: str | Sequence[str] | None = None,
         *,
         ca: str | None = None,
-        patience: float = 10.0,
+        patience: float = PATIENCE,
     ) -> None:
         urls = urls or os.environ.get(URLS) or f"http://127.0.0.1:{PORT}"
         addresses = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
@@ -81,7 +93,6 @@ class RemoteBackend(Backend):
         self._servers = [
             ServerConnection(url, key, client, tls, patience) for url, key in zip(addresses, tokens, strict=True)
         ]
-        self._patience = patience
         self._rng = random.Random()
         self._locations: dict[str, ServerConnection] = {}
         self._listeners: list[asyncio.Queue[BackendEvent | None]] = []
@@ -121,7 +132,6 @@ class RemoteBackend(Backend):
             except (QuotaExceeded, EngineUnavailable) as error:
                 if error.side_effects != "none":
                     await finished(self._undo(server, id))
-                    raise
                 refusal = error
             except (asyncio.CancelledError, ProtocolError):
                 await finished(self._undo(server, id))
@@ -132,7 +142,9 @@ class RemoteBackend(Backend):
 
     async def attach(self, id: str) -> tuple[SandboxSpec, Channel]:
         server = await self._server_of(id)
-        return _channel(server, id, await server.call("POST", f"/v1/sandboxes/{id}/attach", timeout=_TIMEOUT))
+        response = await server.call("POST", f"/v1/sandboxes/{id}/attach", timeout=_TIMEOUT)
+        self._locations[id] = server
+        return _channel(server, id, response)
 
     async def restart(self, id: str) -> Channel:
         server = await self._server_of(id)
@@ -159,9 +171,9 @@ class RemoteBackend(Backend):
             await server.call("DELETE", f"/v1/snapshots/{snapshot.id}", timeout=10 * _TIMEOUT)
 
     async def remove(self, id: str) -> None:
+        """A server that is down removes the sandbox when it is back."""
         with contextlib.suppress(SandboxLost):
-            server = await self._server_of(id)
-            await server.call("DELETE", f"/v1/sandboxes/{id}", timeout=_TIMEOUT)
+            await (await self._server_of(id)).remove(id)
         self._locations.pop(id, None)
 
     async def inspect(self, id: str) -> Observed:
@@ -175,6 +187,11 @@ class RemoteBackend(Backend):
         """Return ``host:port`` of the server that has a sandbox; ``unknown`` if this client does not know it."""
         server = self._servers[0] if len(self._servers) == 1 else self._locations.get(id)
         return server.host if server is not None else "unknown"
+
+    def hosts(self) -> list[HostStatus]:
+        """Return the state of each server as this client knows it. Does no I/O."""
+        owned = Counter(server.host for server in self._locations.values())
+        return [server.status(owned[server.host]) for server in self._servers]
 
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
         """Return the sandboxes on all servers that answer."""
@@ -226,10 +243,13 @@ class RemoteBackend(Backend):
             if server is None:
                 raise ImageError(f"the server of snapshot {spec.image} is gone, and the snapshot too", image=spec.image)
             return [server]
-        self._reachable()
-        states = [server.placement for server in self._servers]
-        avoid = {index for index, server in enumerate(self._servers) if server.host in spec.avoid_hosts}
-        return [self._servers[index] for index in order(states, self._rng, avoid)]
+        up = self._reachable()
+        avoid = {index for index, server in enumerate(up) if server.host in spec.avoid_hosts}
+        found = order([server.placement for server in up], self._rng, avoid)
+        if not found:
+            reasons = "; ".join(f"{server.url}: {server.placement.reason}" for server in up)
+            raise QuotaExceeded(f"no sandbox server accepts new sandboxes: {reasons}")
+        return [up[index] for index in found]
 
     def _server_with_snapshot(self, image: str) -> ServerConnection | None:
         servers = (server for server in self._servers if server.boot)
@@ -268,17 +288,19 @@ class RemoteBackend(Backend):
         raise SandboxLost(f"no sandbox server has {id}", reason="removed")
 
     async def _has(self, server: ServerConnection, id: str) -> bool:
-        return (await asyncio.wait_for(_inspect(server, id), self._patience)).state != "absent"
+        return (await asyncio.wait_for(_inspect(server, id), _LOOKUP_TIMEOUT)).state != "absent"
 
     async def _post(self, id: str, verb: str, argument: Any = None) -> bytes:
         server = await self._server_of(id)
         return await server.call("POST", f"/v1/sandboxes/{id}/{verb}", pack_json(argument), timeout=_TIMEOUT)
 
     async def _undo(self, server: ServerConnection, id: str) -> None:
-        """Remove what a failed creation may have left; the time to live ends what this does not reach."""
+        """Remove what a failed creation may have left."""
         self._locations.pop(id, None)
-        with contextlib.suppress(EngineUnavailable, asyncio.TimeoutError):
-            await asyncio.wait_for(server.call("DELETE", f"/v1/sandboxes/{id}"), _UNDO_TIMEOUT)
+        try:
+            await asyncio.wait_for(server.remove(id), _UNDO_TIMEOUT)
+        except (SandboxError, asyncio.TimeoutError):
+            server.remove_later(id)
 
 
 async def _inspect(server: ServerConnection, id: str) -> Observed:

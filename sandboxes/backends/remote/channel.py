@@ -47,6 +47,10 @@ class RemoteChannel(Channel):
         self._path = f"/v1/channels/{key}"
         server.channels[key] = self.lose
 
+    @property
+    def host_silent(self) -> bool:
+        return self._server.health.state != "up"
+
     async def exec(self, request: ExecRequest) -> ExecResult:
         async def work() -> ExecResult:
             limit = 2 * request.output_limit + _MARGIN
@@ -111,6 +115,8 @@ class RemoteChannel(Channel):
                 task.cancel()
                 # What was started is killed before the caller continues.
                 await finished(asyncio.wait({task}))
+        if not task.cancelled() and isinstance(task.exception(), EngineUnavailable):
+            await self._server.verdict()
         if self.lost.done() and (task.cancelled() or isinstance(task.exception(), EngineUnavailable)):
             raise self.loss()
         return task.result()
@@ -232,10 +238,13 @@ class RemoteProcess(Process):
             end = self._channel.loss() if self._channel.lost.done() else SandboxLost("the call was cancelled")
             raise
         except EngineUnavailable as error:
-            end = self._channel.loss() if self._channel.lost.done() else error
+            end = error
+            await self._server.verdict()
         except Exception as error:
             end = error
         finally:
+            if isinstance(end, EngineUnavailable) and self._channel.lost.done():
+                end = self._channel.loss()
             self._end = end
             if not self._started.done():
                 failure = end if isinstance(end, Exception) else ProtocolError("the command was not started")

@@ -1,8 +1,9 @@
 """A client's connection to one sandbox server: calls, and the event stream of the server.
 
 Invariant: a call is sent once. If its connection breaks after it was sent, it fails with ``side_effects="maybe"``
-and is not repeated here. Cancelling a call cancels it on the server before the cancellation continues. If a server does
-not answer for ``patience`` seconds, or was restarted, all channels of this client to it are lost.
+and is not repeated here. Cancelling a call cancels it on the server before the cancellation continues. When the server
+counts as down (``health.py``) or was restarted, all channels of this client to it are lost; while it is down, calls
+fail at once and removals wait for its return.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentkit.errors import AccessDenied, EngineUnavailable, ProtocolError, QuotaExceeded, SandboxError
+from agentkit.sandboxes.backends.remote.health import TICK, HostHealth
 from agentkit.sandboxes.backends.remote.http import ConnectFailed, ConnectionBroken, HttpClient, Response
 from agentkit.sandboxes.backends.remote.placement import HostState
 from agentkit.sandboxes.server.policy import over_limit
 from agentkit.sandboxes.server.protocol import CALL_HEADER, CLIENT_HEADER, HEARTBEAT_SECONDS, pack_json, unpack_error
-from agentkit.sandboxes.tasks import finished, loop_time, stopped
+from agentkit.sandboxes.tasks import finished, loop_time, stopped, tracked
+
+_log = logging.getLogger(__name__)
 
 _CONNECT = 5.0
 _CANCEL = 10.0
@@ -30,12 +36,41 @@ _CALL = 30.0
 _IDLE = 15.0
 """Seconds that an idle connection is kept: much shorter than in the server."""
 _STREAM_SILENCE = 4 * HEARTBEAT_SECONDS
-_MAX_RETRY_PAUSE = 2.0
-_PROBE = 0.1
-_REFUSED = 0.5
-"""Seconds of refused connections after which the server has ended, and its sandboxes with it."""
+_RETRY = 0.1
+_MAX_RETRY = 1.0
+"""Shortest and longest pause in seconds between two attempts to connect."""
+_CHECK_INTERVAL = 5.0
+"""Seconds between two measurements of the round trip."""
+_REMOVE = 30.0
 _MAX_ERROR = 1 << 20
 _MAX_LINE = 16 << 20
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """A sandbox server as one client sees it."""
+
+    url: str
+    host: str
+    """``host:port``, as in ``Backend.host_of``."""
+    state: Literal["up", "unschedulable", "silent", "down"]
+    """``unschedulable``: it answers, but accepts no new sandboxes; ``silent``: it may be down."""
+    reason: str
+    """Why it is not up."""
+    used: int
+    """Number of sandboxes on the server, of all clients."""
+    limit: int
+    """Largest number of sandboxes on the server."""
+    sandboxes: int
+    """Number of sandboxes of this client on the server."""
+    cpu: float
+    """Share of the processors in use, between 0 and 1."""
+    memory: float
+    """Share of the memory in use."""
+    disk: float
+    """Share of the disk in use."""
+    round_trip: float | None
+    """Seconds that a small request took; None before the first measurement."""
 
 
 class ServerConnection:
@@ -43,8 +78,8 @@ class ServerConnection:
 
     Attributes:
         host: ``host:port`` of the server.
-        up: whether the server answers.
-        load: number of sandboxes on the server, and its limit.
+        health: whether the server can be reached.
+        round_trip: seconds of the last request that measured it.
         pending: number of sandboxes that this client is creating there.
         channels: for each channel key, the function to call with the reason when the channel is lost.
         on_event: called with each event of the server, and with None when events may have been missed.
@@ -53,43 +88,71 @@ class ServerConnection:
     def __init__(self, url: str, token: str, client: str, tls: ssl.SSLContext | None, patience: float) -> None:
         self.url = url
         self.host = urlsplit(url).netloc.rpartition("@")[2]
-        self.up = False
+        self.health = HostHealth(patience)
+        self.round_trip: float | None = None
         self.boot = ""
-        self.load = (0, 1)
+        self._reported = HostState()
         self.pending = 0
         self.max_body = 1 << 20
         self.channels: dict[str, Callable[[str], None]] = {}
         self.on_event: Callable[[dict[str, Any] | None], None] = lambda event: None
-        self._patience = patience
         self._error: Exception | None = None
         self._settled = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._streaming = False
+        self._down = True
+        """Whether the channels were lost because the server is down."""
+        self._removals: set[str] = set()
+        """Sandboxes to remove when the server is back."""
+        self._check: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         headers = {"authorization": f"Bearer {token}", CLIENT_HEADER: client}
-        self._http = HttpClient(url, headers, tls, connect=_CONNECT, idle=_IDLE)
+        self._http = HttpClient(url, headers, tls, connect=_CONNECT, idle=_IDLE, heard=self.health.hear)
 
     async def start(self) -> None:
         """Return when the server has answered. Raises ``AccessDenied``, ``EngineUnavailable``."""
-        self._task = self._task or asyncio.ensure_future(self._follow())
+        if not self._tasks:
+            for work in (self._follow(), self._watch()):
+                tracked(work, self._tasks)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._settled.wait(), 2 * _CONNECT)
-        if isinstance(self._error, AccessDenied) or (not self.up and isinstance(self._error, EngineUnavailable)):
-            raise self._error
         if not self.up:
+            if isinstance(self._error, AccessDenied | EngineUnavailable):
+                raise self._error
             raise self.unavailable(self._error or "no answer in time")
 
     @property
+    def up(self) -> bool:
+        """Whether the server can be asked: it may be silent, but does not count as down."""
+        return self.health.state != "down"
+
+    @property
     def placement(self) -> HostState:
-        """What is known for the choice of a server."""
-        used, limit = self.load
-        return HostState(reachable=self.up, used=used, limit=limit, pending=self.pending)
+        """The state of the server for the choice of a host."""
+        trusted = self.health.trusted(loop_time())
+        return replace(self._reported, reachable=self.up, trusted=trusted, pending=self.pending)
+
+    def status(self, sandboxes: int) -> HostStatus:
+        """Return the state of the server, with the number of sandboxes that this client has there."""
+        host, state = self._reported, self.health.state
+        return HostStatus(
+            url=self.url,
+            host=self.host,
+            state="unschedulable" if state == "up" and not host.accepting else state,
+            reason=self.health.reason or host.reason,
+            used=host.used,
+            limit=host.limit,
+            sandboxes=sandboxes,
+            cpu=host.cpu,
+            memory=host.memory,
+            disk=host.disk,
+            round_trip=self.round_trip,
+        )
 
     async def close(self) -> None:
-        if self._task is not None:
-            await stopped([self._task])
+        await stopped(self._tasks)
         # Calls are not cancelled one by one: the server notices that the connections end.
-        self.up = False
-        self.lose_all("closed")
         self._http.close()
+        self.lose_all("closed")
 
     async def call(
         self,
@@ -128,6 +191,8 @@ class ServerConnection:
             raise over_limit(f"{len(content)} bytes are more than the {self.max_body} that {self.url} accepts at once")
         if self._http.closed:
             raise self.unavailable("this back end is closed")
+        if not self.up:
+            raise self.unavailable(self.health.reason)
         call = secrets.token_hex(16)
         headers = {CALL_HEADER: call}
         request = self._http.request(method, path, content, silence=timeout + _CALL, headers=headers, query=query)
@@ -137,7 +202,7 @@ class ServerConnection:
                     raise self._error_of(response.status, await self._body(response, _MAX_ERROR))
                 yield response
         except asyncio.CancelledError:
-            if self.up:
+            if self.health.state == "up" and not self._http.closed:
                 await finished(self._cancel(call))
             raise
         except ConnectFailed as problem:
@@ -145,8 +210,29 @@ class ServerConnection:
         except ConnectionBroken as problem:
             error = self.unavailable(problem)
             error.side_effects = "maybe"
-            await self._probe()
             raise error from None
+
+    async def remove(self, id: str) -> None:
+        """Remove a sandbox; if the server is down, when it is back.
+
+        Until then only this client's end keeps the sandbox from being removed: the server removes what belongs to no
+        connected client, and the reaper of its machine what belongs to no server.
+        """
+        try:
+            await self.call("DELETE", f"/v1/sandboxes/{id}", timeout=_REMOVE)
+        except EngineUnavailable:
+            if self.up:
+                raise
+            self.remove_later(id)
+
+    def remove_later(self, id: str) -> None:
+        """Remove a sandbox as soon as the server answers."""
+        self._removals.add(id)
+
+    async def verdict(self) -> None:
+        """Wait until the server has answered or counts as down."""
+        if not self._http.closed:
+            await asyncio.wait({self._checking()})
 
     def unavailable(self, reason: object) -> EngineUnavailable:
         return EngineUnavailable(f"the sandbox server {self.url} does not answer ({reason}); check that it is running")
@@ -178,45 +264,89 @@ class ServerConnection:
             async with self._http.request("DELETE", f"/v1/calls/{call}", silence=_CANCEL):
                 pass
 
-    async def _probe(self) -> None:
-        """Lose all channels unless the server answers within ``patience``; sooner if it refuses connections."""
-        start = loop_time()
-        refused = False
-        while self.channels:
-            left = start + (_REFUSED if refused else self._patience) - loop_time()
-            if left <= 0:
-                break
-            try:
-                async with self._http.request("GET", "/v1/boot", silence=max(left, _PROBE)) as response:
-                    if response.status != 200 or await self._body(response, _MAX_ERROR) == self.boot.encode():
-                        return
-                break
-            except (ConnectFailed, ConnectionBroken) as problem:
-                refused = isinstance(problem, ConnectFailed) and problem.refused
-            await asyncio.sleep(_PROBE)
+    # Health
+
+    async def _watch(self) -> None:
+        """Notice silence and ask the server before it counts as down; measure its round trip regularly."""
+        checked = float("-inf")
+        while True:
+            await asyncio.sleep(TICK)
+            self.health.pass_time(loop_time())
+            self._judge()
+            due = self.up and loop_time() - checked >= _CHECK_INTERVAL
+            if due or self.health.state == "silent":
+                checked = loop_time()
+                self._checking()
+            if due and self._removals:
+                tracked(self._remove_waiting(), self._tasks)
+
+    def _judge(self) -> None:
+        """Lose all channels, and end all calls, once the server counts as down."""
+        if self.up or self._down:
+            return
+        self._down = True
         self.lose_all("engine_down")
+        self._http.abort()
+
+    def _checking(self) -> asyncio.Task[None]:
+        """Return the task that asks the server whether it runs."""
+        if self._check is None or self._check.done():
+            self._check = tracked(self._ask(), self._tasks)
+        return self._check
+
+    async def _ask(self) -> None:
+        """Ask until the server has answered or counts as down; lose all channels if it was restarted."""
+        while self.up:
+            began = loop_time()
+            try:
+                fresh = self.health.state != "up"
+                async with self._http.request("GET", "/v1/boot", silence=_CALL, fresh=fresh) as response:
+                    boot = await self._body(response, _MAX_ERROR)
+                self.round_trip = loop_time() - began
+                if response.status == 200 and boot != self.boot.encode():
+                    self.lose_all("engine_down")
+                return
+            except ProtocolError:
+                return
+            except (ConnectFailed, ConnectionBroken) as problem:
+                self._note(problem)
+            await asyncio.sleep(_RETRY)
+
+    def _note(self, problem: Exception) -> None:
+        if isinstance(problem, ConnectFailed) and problem.refused:
+            self.health.refuse(loop_time())
+            self._judge()
+
+    async def _remove_waiting(self) -> None:
+        """Remove the sandboxes whose removal waited for the server."""
+        for id in list(self._removals):
+            try:
+                await self.call("DELETE", f"/v1/sandboxes/{id}", timeout=_REMOVE)
+                self._removals.discard(id)
+            except EngineUnavailable:
+                return
+            except SandboxError as error:
+                _log.warning("sandbox %s of a failed creation is left on %s: %s", id, self.url, error)
 
     # Event stream
 
     async def _follow(self) -> None:
         """Read the event stream and reconnect when it ends, until cancelled."""
-        pause, last = _PROBE, loop_time()
+        pause = _RETRY
         while True:
-            refused = False
             try:
                 await self._read_stream()
             except (ConnectFailed, ConnectionBroken, SandboxError, ValueError, TypeError, KeyError) as error:
                 self._error = error if isinstance(error, SandboxError) else self.unavailable(error)
-                refused = isinstance(error, ConnectFailed) and error.refused
-            if self.up:
-                pause, last = _PROBE, loop_time()
-                self.up = False
+                self._note(error)
+            if self._streaming:
+                self._streaming = False
                 self.on_event(None)
-            if loop_time() - last >= (_REFUSED if refused else self._patience):
-                self.lose_all("engine_down")
+                pause = _RETRY
+                await self.verdict()
             self._settled.set()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _MAX_RETRY_PAUSE, max(self._patience / 4, _PROBE))
+            pause = min(2 * pause, _MAX_RETRY)
 
     async def _read_stream(self) -> None:
         keys = pack_json(list(self.channels))
@@ -234,11 +364,20 @@ class ServerConnection:
     def _handle(self, line: dict[str, Any]) -> None:
         if "load" in line:
             used, limit = line["load"]
-            self.load = (int(used), max(int(limit), 1))
+            self._reported = replace(self._reported, used=int(used), limit=max(int(limit), 1))
+        if host := line.get("host"):
+            self._reported = replace(
+                self._reported,
+                accepting=bool(host["accepting"]),
+                reason=str(host["reason"]),
+                **{share: float(host[share]) for share in ("cpu", "memory", "disk")},
+            )
         if "hello" in line:
             if self.boot not in ("", line["hello"]):
                 self.lose_all("engine_down")
-            self.boot, self.max_body, self.up, self._error = str(line["hello"]), int(line["body"]), True, None
+            self.boot, self.max_body, self._error = str(line["hello"]), int(line["body"]), None
+            self.health.connect(loop_time())
+            self._streaming, self._down = True, False
             self._settled.set()
         for key, reason in line.get("lost", {}).items():
             if lose := self.channels.pop(key, None):

@@ -14,13 +14,15 @@ import contextlib
 import math
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from urllib.parse import quote, urlencode, urlsplit
 
 import h11
 
 _CHUNK = 1 << 18
 _MAX_IDLE = 64
+_LATE = 0.1
+"""Seconds that a timer may be late before the data that has arrived meanwhile is read first."""
 
 
 class ConnectFailed(Exception):
@@ -50,10 +52,26 @@ class Response:
 
 
 class HttpClient:
-    """Connections to one server. ``connect``: seconds to open one; ``idle``: seconds that an unused one is kept."""
+    """Connections to one server.
+
+    Args:
+        url: the server.
+        headers: headers of every request.
+        tls: for ``https``.
+        connect: seconds to open a connection.
+        idle: seconds that an unused connection is kept.
+        heard: called when data arrives.
+    """
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, *, connect: float, idle: float
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        tls: ssl.SSLContext | None,
+        *,
+        connect: float,
+        idle: float,
+        heard: Callable[[], None],
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -64,8 +82,10 @@ class HttpClient:
         self._tls = tls if parts.scheme == "https" else None
         self._connect_seconds = connect
         self._idle_seconds = idle
+        self._heard = heard
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
+        self._opening: set[asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = set()
         self.closed = False
 
     @contextlib.asynccontextmanager
@@ -78,13 +98,25 @@ class HttpClient:
         silence: float,
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, object] | None = None,
+        fresh: bool = False,
     ) -> AsyncIterator[Response]:
-        """Send a request and yield its response; ``silence``: longest time without a byte from the server, in seconds.
+        """Send a request and yield its response.
 
-        Raises ``ConnectFailed``, ``ConnectionBroken``.
+        Args:
+            method: the HTTP method.
+            path: the path below that of the URL.
+            content: the body.
+            silence: longest time without a byte from the server, in seconds.
+            headers: further headers.
+            query: parameters of the query.
+            fresh: use a new connection, because those that exist may be broken.
+
+        Raises:
+            ConnectFailed: nothing was sent.
+            ConnectionBroken: the request may have arrived.
         """
         target = self._prefix + quote(path) + (f"?{urlencode(query)}" if query else "")
-        connection = await self._connection()
+        connection = await (self._open() if fresh else self._connection())
         try:
             connection.silence = silence
             length = ("content-length", str(len(content)))
@@ -100,6 +132,12 @@ class HttpClient:
     def close(self) -> None:
         """Close all connections, including those in use."""
         self.closed = True
+        self.abort()
+
+    def abort(self) -> None:
+        """Let all requests fail that are in progress."""
+        for opening in self._opening:
+            opening.cancel()
         for connection in list(self._all):
             self._drop(connection)
         self._idle.clear()
@@ -111,14 +149,31 @@ class HttpClient:
             if connection.usable and connection.since >= oldest:
                 return connection
             self._drop(connection)
+        return await self._open()
+
+    async def _open(self) -> _Connection:
         name = self._host if self._tls is not None else None
-        opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, server_hostname=name, limit=_CHUNK)
+        opening = asyncio.ensure_future(
+            asyncio.open_connection(self._host, self._port, ssl=self._tls, server_hostname=name, limit=_CHUNK)
+        )
+        self._opening.add(opening)
         try:
-            reader, writer = await asyncio.wait_for(opening, self._connect_seconds)
-        except (OSError, asyncio.TimeoutError) as problem:
-            raise ConnectFailed(problem) from None
+            await asyncio.wait({opening}, timeout=self._connect_seconds)
+            if not opening.done():
+                raise ConnectFailed(asyncio.TimeoutError())
+            if opening.cancelled():
+                raise ConnectFailed(ConnectionAbortedError("the server is down"))
+            reader, writer = opening.result()
+        except BaseException as problem:
+            opening.cancel()
+            opening.add_done_callback(_abandon)
+            if isinstance(problem, OSError):
+                raise ConnectFailed(problem) from None
+            raise
+        finally:
+            self._opening.discard(opening)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(reader, writer)
+        connection = _Connection(reader, writer, self._heard)
         self._all.add(connection)
         return connection
 
@@ -127,14 +182,21 @@ class HttpClient:
         connection.abort()
 
 
+def _abandon(opening: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].transport.abort()
+
+
 class _Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: Callable[[], None]) -> None:
         self._reader = reader
         self._writer = writer
+        self._heard = heard
         self._state = h11.Connection(h11.CLIENT)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = math.inf
+        self._check_at = math.inf
         self._silent = False
         self.silence = 0.0
         self.since = 0.0
@@ -145,6 +207,7 @@ class _Connection:
 
     async def send(self, head: h11.Request, content: bytes) -> int:
         """Send a request and return the status of its response. Raises ``ConnectionBroken``."""
+        self._check_at = math.inf
         self._check_silence()
         parts = [self._state.send(event) for event in (head, h11.Data(data=content), h11.EndOfMessage())]
         try:
@@ -165,6 +228,8 @@ class _Connection:
             while (event := self._state.next_event()) is h11.NEED_DATA:
                 with self._waiting():
                     data = await self._reader.read(_CHUNK)
+                if data:
+                    self._heard()
                 self._state.receive_data(data)
         except (OSError, RuntimeError, h11.RemoteProtocolError) as problem:
             raise self._broken(problem) from None
@@ -200,8 +265,11 @@ class _Connection:
 
     def _check_silence(self) -> None:
         now = self._loop.time()
-        if self._deadline > now:
-            self._timer = self._loop.call_later(min(self._deadline - now, self.silence), self._check_silence)
+        late = now - self._check_at > _LATE  # this process: the data may have arrived
+        if late or self._deadline > now:
+            delay = _LATE if late else min(self._deadline - now, self.silence)
+            self._check_at = now + delay
+            self._timer = self._loop.call_at(self._check_at, self._check_silence)
         else:
             self._silent = True
             self.abort()

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NEAR_WATERMARK = 0.85
-"""Share of the processors, memory or disk in use from which a host is chosen only if no other is free. Hosts refuse
-sandboxes from 90 % of their memory or disk by default."""
+"""Share of the memory or disk in use from which a host is chosen only if no other is free. By default hosts refuse
+sandboxes from 90 %."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HostState:
     pending: int = 0
     """Number of sandboxes that this client is creating on the host."""
     cpu: float = 0.0
-    """Share of the processors in use, between 0 and 1."""
+    """Share of the processors in use, between 0 and 1; decides between equal loads."""
     memory: float = 0.0
     """Share of the memory in use."""
     disk: float = 0.0
@@ -47,7 +47,7 @@ class HostState:
 
     @property
     def near_watermark(self) -> bool:
-        return max(self.cpu, self.memory, self.disk) >= NEAR_WATERMARK
+        return max(self.memory, self.disk) >= NEAR_WATERMARK
 
 
 def order(hosts: Sequence[HostState], rng: random.Random, avoid: Collection[int] = ()) -> list[int]:
@@ -72,12 +72,15 @@ def order(hosts: Sequence[HostState], rng: random.Random, avoid: Collection[int]
         host = hosts[index]
         return host.load >= 1, not host.trusted, index in avoid, host.near_watermark
 
+    def load(index: int) -> tuple[float, float]:
+        return hosts[index].load, hosts[index].cpu
+
     usable = [index for index, host in enumerate(hosts) if host.reachable and host.accepting]
     rng.shuffle(usable)  # equal hosts are chosen equally often
-    usable.sort(key=lambda index: (rank(index), hosts[index].load))
+    usable.sort(key=lambda index: (rank(index), load(index)))
     best = [index for index in usable if rank(index) == rank(usable[0])]
     if len(best) > 2:
-        first = min(_draw_two(best, hosts, rng), key=lambda index: hosts[index].load)
+        first = min(_draw_two(best, hosts, rng), key=load)
         usable.remove(first)
         usable.insert(0, first)
     return usable

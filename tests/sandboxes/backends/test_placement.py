@@ -38,7 +38,7 @@ def test_every_usable_host_is_asked_once(hosts: list[HostState], rng: random.Ran
 def test_worse_hosts_come_later(hosts: list[HostState], rng: random.Random, avoid: set[int]) -> None:
     """Full hosts are last, and before them hosts that are not trusted, to be avoided, and near a watermark."""
     ranks = [
-        (host.load >= 1, not host.trusted, index in avoid, max(host.cpu, host.memory, host.disk) >= 0.85)
+        (host.load >= 1, not host.trusted, index in avoid, max(host.memory, host.disk) >= 0.85)
         for index, host in enumerate(hosts)
     ]
     found = [ranks[index] for index in order(hosts, rng, avoid)]

@@ -123,7 +123,7 @@ async def test_a_killed_server_finds_its_sandboxes_again(machine: Machine) -> No
         await until(lambda: box.loss == "engine_down")  # without an announcement nothing waits
         await machine.start(config="quota: {sandboxes: 2}")
         await until(lambda: backend._servers[0].up)
-        assert backend._servers[0].load == (2, 2)  # adopted ones count
+        assert (backend.hosts()[0].used, backend.hosts()[0].limit) == (2, 2)  # adopted ones count
         again = await Sandbox.connect(box.id, backend=backend)
         assert (await again.exec("cat note")).stdout == "kept"
         await backend.resume(frozen.id)
