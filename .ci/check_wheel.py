@@ -14,19 +14,20 @@ assert any(name.endswith("licenses/LICENSE") for name in names), "the licence is
 
 measure = """
 import sys, time
-began = time.perf_counter()
+began = time.process_time()  # other programs do not count
 import agentkit
-print(time.perf_counter() - began)
+print(time.process_time() - began)
 heavy = {"torch", "transformers", "numpy", "gymnasium", "pydantic"} & set(sys.modules)
 assert not heavy, f"import agentkit loads {heavy}"
 assert "site-packages" in agentkit.__file__, agentkit.__file__
 """
 seconds = min(float(subprocess.check_output([sys.executable, "-c", measure], timeout=60)) for _ in range(5))
-assert seconds < 0.3, f"import agentkit takes {seconds:.3f} s"
+assert seconds < 0.15, f"import agentkit takes {seconds:.3f} s of processor time"
 everything = (
     "import importlib, pkgutil, agentkit\n"
     "names = [m.name for m in pkgutil.walk_packages(agentkit.__path__, 'agentkit.')]\n"
-    "extras = ('vllm', '.sandboxes.server', '.alfworld.worker', '.testing.conformance')\n"  # what these import
+    # What these import is in extras.
+    "extras = ('vllm', '.sandboxes.server', '.alfworld.worker', '.math.worker', '.testing.conformance')\n"
     "names = [n for n in names if not any(part in n for part in extras)]\n"
     "for name in names: importlib.import_module(name)\n"
     "print(len(names))"
