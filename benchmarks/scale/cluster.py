@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 from urllib.parse import quote, urlencode, urlsplit
@@ -25,7 +25,7 @@ from agentkit.sandboxes.server.app import SandboxApp
 from agentkit.sandboxes.server.config import ServerConfig
 from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.policy import Quota
-from agentkit.sandboxes.server.sessions import SandboxSessions
+from agentkit.sandboxes.server.tenants import Tenants
 from agentkit.sandboxes.testing.fake import Command, FakeBackend, FakeFile
 
 TOKEN = "a-token-of-the-simulation-alone"
@@ -78,16 +78,16 @@ class SimulatedHost:
     @property
     def usable(self) -> bool:
         """Whether it creates sandboxes."""
-        return self.listening and self.reachable.is_set() and not self.sessions.host.reason
+        return self.listening and self.reachable.is_set() and not self.tenants.host.reason
 
     async def start(self) -> None:
         """Start the machine and its server."""
         self.engine = _Engine(self._seed, commands={"append": append, "cat": cat})
         config = ServerConfig(quota=Quota(sandboxes=self.limit, disconnected_seconds=DISCONNECTED))
         host = Host(config.watermarks.shares(), lambda: self.usage)
-        self.sessions = SandboxSessions(self.engine, host, config.policy, config.quota)
-        self.app = AdmissionControl(SandboxApp(self.sessions), TOKEN, config.quota)
-        await self.sessions.start()
+        self.tenants = Tenants(self.engine, host, SandboxApp)
+        self.app = AdmissionControl(self.tenants)
+        await self.tenants.start(config, [TOKEN])
         self.listening = True
         self.reachable.set()
         self._changed()
@@ -99,7 +99,7 @@ class SimulatedHost:
             self.reachable.clear()
         for exchange in list(self.exchanges):
             exchange.end(None if silent else ConnectionResetError("the machine ended"))
-        for task in list(self.sessions._tasks):
+        for task in [*self.tenants._tasks, *(task for one in self.tenants.sessions().values() for task in one._tasks)]:
             task.cancel()
         self.most = max(self.most, self.engine.most)
         self.engine.engine_down(kill=True)
@@ -109,7 +109,7 @@ class SimulatedHost:
     async def stop(self) -> None:
         """Stop the server in order: it removes its sandboxes."""
         self.listening = False
-        await self.sessions.stop()
+        await self.tenants.stop()
         for exchange in list(self.exchanges):
             exchange.end(ConnectionResetError("the server ended"))
         self.most = max(self.most, self.engine.most)
@@ -126,7 +126,7 @@ class SimulatedHost:
         self._changed()
 
     def drain(self, draining: bool) -> None:
-        self.sessions.drain(draining)
+        self.tenants.drain(draining)
         self._changed()
 
     def _changed(self) -> None:
@@ -136,8 +136,11 @@ class SimulatedHost:
 class _Exchange:
     """A request and its response."""
 
-    def __init__(self, host: SimulatedHost, scope: Message, content: bytes, silence: float) -> None:
+    def __init__(
+        self, host: SimulatedHost, scope: Message, content: bytes, silence: float, heard: Callable[[], None]
+    ) -> None:
         self._host, self._app, self._scope, self._silence = host, host.app, scope, silence
+        self._heard = heard
         self._content: bytes | None = content
         self._closed = asyncio.Event()
         self._received: deque[bytes | Exception | None] = deque()
@@ -182,6 +185,10 @@ class _Exchange:
         if error is not None:
             self._arrive(error)
 
+    def break_off(self) -> None:
+        """The client ends the connection, also while it waits for data."""
+        self._arrive(ConnectionAbortedError("the server is down"))
+
     def close(self) -> None:
         """The client has closed the connection."""
         self._closed.set()
@@ -201,6 +208,8 @@ class _Exchange:
         item = self._received.popleft()
         if isinstance(item, Exception):
             raise ConnectionBroken(str(item))
+        if item is not None:
+            self._heard()
         return item
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -211,9 +220,18 @@ class _Exchange:
 class _Client:
     """Replaces ``HttpClient``."""
 
-    def __init__(self, host: SimulatedHost, headers: Mapping[str, str], connect: float, rng: random.Random) -> None:
-        self._host, self._connect, self._rng = host, connect, rng
+    def __init__(
+        self,
+        host: SimulatedHost,
+        headers: Mapping[str, str],
+        connect: float,
+        heard: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self._host, self._connect, self._heard, self._rng = host, connect, heard, rng
         self._headers = dict(headers)
+        self._exchanges: set[_Exchange] = set()
+        self._connecting: set[asyncio.Future[bool]] = set()
         self.closed = False
 
     @contextlib.asynccontextmanager
@@ -226,14 +244,13 @@ class _Client:
         silence: float,
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, object] | None = None,
+        fresh: bool = False,
     ) -> AsyncIterator[_Exchange]:
         host = self._host
         if not host.reachable.is_set():
             # The request is lost, whether it is sent on an open connection or a new one is opened.
-            opened = self._rng.random() < 0.5
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(host.reachable.wait(), silence if opened else self._connect)
-            if not host.reachable.is_set():
+            opened = not fresh and self._rng.random() < 0.5
+            if not await self._wait(silence if opened else self._connect):
                 raise ConnectionBroken("no data") if opened else ConnectFailed(TimeoutError("no connection"))
         if not host.listening:
             raise ConnectFailed(ConnectionRefusedError("connection refused"))
@@ -245,15 +262,35 @@ class _Client:
             "query_string": urlencode(query or {}).encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in fields.items()],
         }
-        exchange = _Exchange(host, scope, content, silence)
+        exchange = _Exchange(host, scope, content, silence, self._heard)
+        self._exchanges.add(exchange)
         try:
             await exchange.next()
             yield exchange
         finally:
+            self._exchanges.discard(exchange)
             exchange.close()
+
+    async def _wait(self, timeout: float) -> bool:
+        """Wait until the host can be reached; return whether that is so before ``timeout`` and ``abort``."""
+        reachable = asyncio.ensure_future(self._host.reachable.wait())
+        self._connecting.add(reachable)
+        try:
+            await asyncio.wait({reachable}, timeout=timeout)
+            return self._host.reachable.is_set()
+        finally:
+            self._connecting.discard(reachable)
+            reachable.cancel()
+
+    def abort(self) -> None:
+        for reachable in self._connecting:
+            reachable.cancel()
+        for exchange in self._exchanges:
+            exchange.break_off()
 
     def close(self) -> None:
         self.closed = True
+        self.abort()
 
 
 class Cluster:
@@ -277,10 +314,12 @@ class Cluster:
         """Connect the clients that are made in the body to the hosts."""
         by_name = {host.name: host for host in self.hosts}
 
-        def client(url: str, headers: Mapping[str, str], _: object, *, connect: float, idle: float) -> _Client:
+        def client(
+            url: str, headers: Mapping[str, str], _: object, *, connect: float, idle: float, heard: Callable[[], None]
+        ) -> _Client:
             name = urlsplit(url).hostname
             assert name is not None
-            return _Client(by_name[name], headers, connect, self._rng)
+            return _Client(by_name[name], headers, connect, heard, self._rng)
 
         with mock.patch.object(connection, "HttpClient", client):
             yield

@@ -270,18 +270,18 @@ async def test_a_draining_host_gets_no_new_sandboxes() -> None:
         await until(lambda: all(status.round_trip is not None for status in backend.hosts()))
         host = one.url.removeprefix("http://")
         kept = await on_host(backend, host)
-        one.sessions.drain(True)
+        one.tenants.drain(True)
         await until(lambda: state_of(backend, host) == "unschedulable")
         assert "draining" in backend.hosts()[0].reason
         boxes = [await Sandbox.create(SMALL, backend=backend) for _ in range(4)]
         assert all(backend.host_of(box.id) != host for box in boxes)
         assert (await kept.exec("true")).ok
-        two.sessions.drain(True)
+        two.tenants.drain(True)
         await until(lambda: backend.hosts()[1].state == "unschedulable")
         with pytest.raises(QuotaExceeded, match="draining") as caught:
             await Sandbox.create(SMALL, backend=backend)
         assert (caught.value.retryable, caught.value.side_effects) == (True, "none")
-        one.sessions.drain(False)
+        one.tenants.drain(False)
         await until(lambda: state_of(backend, host) == "up")
         boxes.append(await Sandbox.create(SMALL, backend=backend))
         assert backend.host_of(boxes[-1].id) == host
