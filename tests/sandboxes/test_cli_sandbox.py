@@ -201,6 +201,12 @@ def test_a_remote_sandbox_by_the_same_commands(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("AGENTKIT_SANDBOX_URL", server.stdout.readline().decode().split()[-1])
         id = made("--label", "run=9", backend="remote")
         there = ("--backend", "remote")
+        assert b"the server is draining" in agentkit("drain").stdout
+        assert agentkit("create", *there).returncode != 0
+        state = json.loads(agentkit("drain", "--off").stdout and agentkit("status", "--json").stdout)
+        (server_state,) = state.values()
+        assert (server_state["host"]["accepting"], server_state["load"][0]) == (True, 1)
+        assert server_state["tenants"]["operator"]["sandboxes"] == 1
         (row,) = json.loads(agentkit("ls", "--json", *there).stdout)
         assert (row["id"], row["labels"]) == (id, {"run": "9"})
         result = agentkit("exec", *there, id, "--", "sh", "-c", "echo far; exit 4")

@@ -6,7 +6,7 @@ passes on the output and the exit status of the command. Output to a terminal ha
 
 import typer
 
-from agentkit.cli.sandbox import build, create, execute, listing, removal, serve, top
+from agentkit.cli.sandbox import build, create, execute, listing, operation, removal, serve, top
 
 app = typer.Typer(help="Create, list, use, remove and serve sandboxes, and build their images.", no_args_is_help=True)
 app.command("create")(create.create)
@@ -20,4 +20,6 @@ app.command("exec", context_settings={"ignore_unknown_options": True, "allow_int
 app.command("gc")(removal.gc)
 app.command("build")(build.build)
 app.command("serve")(serve.serve)
+app.command("drain")(operation.drain)
+app.command("status")(operation.status)
 app.command("top")(top.top)

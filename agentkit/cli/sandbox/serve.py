@@ -17,7 +17,7 @@ def serve(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with `policy`, `quota` and `watermarks`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of the policy, quotas, tenants and images.")] = None,
     name: Annotated[str, typer.Option(help="Name of this server; default: the back end and the port.")] = "",
     keep: Annotated[
         float, typer.Option(min=0, help="Seconds for which sandboxes wait for a restarted server; 0: they end with it.")

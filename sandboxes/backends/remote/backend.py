@@ -208,6 +208,20 @@ class RemoteBackend(Backend):
             found += unpack(list[Observed], response)
         return found
 
+    async def ask_all(
+        self, method: str, path: str, content: bytes = b"", *, timeout: float = _TIMEOUT
+    ) -> dict[str, bytes | SandboxError]:
+        """Send a request to every server, also before ``start``; return its response or its error by URL."""
+
+        async def ask(server: ServerConnection) -> bytes | SandboxError:
+            try:
+                return await server.call(method, path, content, timeout=timeout)
+            except SandboxError as error:
+                return error
+
+        answers = await asyncio.gather(*[ask(server) for server in self._servers])
+        return {server.url: answer for server, answer in zip(self._servers, answers, strict=True)}
+
     async def logs(self, id: str, tail: int) -> bytes:
         return await (await self._server_of(id)).call("GET", f"/v1/sandboxes/{id}/logs", tail=tail)
 
