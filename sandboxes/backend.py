@@ -291,6 +291,10 @@ class Backend(abc.ABC):
         """Return the name of the host on which sandbox ``id`` runs or ran: by default this machine's."""
         return socket.gethostname()
 
+    def hosts(self) -> Sequence[Any]:
+        """Return the state of each server that runs sandboxes; none if all sandboxes are on this machine."""
+        return ()
+
     @abc.abstractmethod
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
         """Return all sandboxes of this back end, of any owner, that have these labels."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class OpenPool(Protocol):
     def stats(self) -> Any: ...
 
     def hosts(self) -> Mapping[str, int]: ...
+
+    def servers(self) -> Sequence[Any]: ...
 
 
 Listener = Callable[[object], None]

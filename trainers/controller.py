@@ -143,7 +143,14 @@ class _Run:
         self.demonstrated_success: float | None = None
         self._missing_signal: str | None = None
         """Why the last step had no learning signal; None if it had one."""
-        self.loop = RolloutLoop(config, roles.engine, roles.renderer, roles.parser, on_episode=self._record_episode)
+        self.loop = RolloutLoop(
+            config,
+            roles.engine,
+            roles.renderer,
+            roles.parser,
+            on_episode=self._record_episode,
+            on_event=recorder.event,
+        )
         self.snapshot = self.loop.state()
         """State of the rollout loop at the end of ``step``."""
         self.saved_step = -1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentkit.cli.show_sandboxes import sandbox_lines
 from agentkit.text import printable
 
 if TYPE_CHECKING:
@@ -77,13 +78,19 @@ def show(
     ] = None,
     sort: Annotated[Order, typer.Option(help="Sort key, in ascending order.")] = Order.recorded,
     reverse: Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")] = False,
+    sandboxes: Annotated[
+        bool, typer.Option("--sandboxes", help="Show what happened to the run's sandboxes, instead of episodes.")
+    ] = False,
 ) -> None:
     """List the episodes of a run, or print one with tokens, log-probabilities, rewards and policy versions."""
     from agentkit import records
+    from agentkit.jsonl import read_jsonl
     from agentkit.run_directory import RunDirectory
 
     directory = RunDirectory.open(run)
-    if episode is None:
+    if sandboxes:
+        lines = sandbox_lines(read_jsonl(directory.metrics_file), read_jsonl(directory.events_file), last)
+    elif episode is None:
         wanted = records.Filter(
             ending=ending and ending.value,
             step=step,

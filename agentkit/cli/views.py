@@ -57,11 +57,12 @@ class Totals:
     """Sums over the whole run of metrics that are counted per step."""
 
     def __init__(self) -> None:
-        self.dropped = self.failures = 0.0
+        self.dropped = self.failures = self.recoveries = 0.0
 
     def add(self, metrics: Metrics) -> None:
         self.dropped += metrics.get("gate/dropped", 0.0)
         self.failures += metrics.get("env/failures", 0.0)
+        self.recoveries += metrics.get("sandbox/recoveries", 0.0)
 
 
 class PlainView:
@@ -165,6 +166,8 @@ def figures(metrics: Metrics, totals: Totals) -> list[tuple[str, str]]:
         shown.append(("staleness", f"{metrics['staleness/mean']:.2f} (max {metrics.get('staleness/max', 0):.0f})"))
     shown.append(("dropped", f"{totals.dropped:.0f}"))
     shown.append(("failures", f"{totals.failures:.0f}"))
+    if "sandbox/busy" in metrics:
+        shown.append(("sandboxes", f"{metrics['sandbox/busy']:.0f} ({totals.recoveries:.0f} recoveries)"))
     add("loss", "policy/loss", "{:.4f}")
     add("entropy", "policy/entropy", "{:.3f}")
     add("step", "time/step", "{:.1f} s")

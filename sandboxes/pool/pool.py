@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 from agentkit.errors import AgentkitError, ConfigError, PoolClosed, SandboxError
@@ -300,6 +300,10 @@ class SandboxPool:
         """
         backend = self._provisioner.backend
         return Counter(backend.host_of(box.id) for box in self.sandboxes())
+
+    def servers(self) -> Sequence[Any]:
+        """Return the state of each sandbox server; none with a back end of this machine. Thread-safe."""
+        return self._provisioner.backend.hosts()
 
     @property
     def labels(self) -> dict[str, str]:

@@ -44,6 +44,7 @@ class RecoveryLog:
         recent: the last 1000 recoveries.
         hedged: number of calls by operation for which a second attempt was started.
         won: number of these whose second attempt succeeded first.
+        standbys: number of standbys that follow a target now.
     """
 
     def __init__(self, listener: Callable[[Recovery], None] = telemetry.report) -> None:
@@ -53,6 +54,7 @@ class RecoveryLog:
         self.recent: deque[Recovery] = deque(maxlen=1000)
         self.hedged: Counter[str] = Counter()
         self.won: Counter[str] = Counter()
+        self.standbys = 0
 
     @property
     def total(self) -> int:

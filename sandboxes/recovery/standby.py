@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from agentkit.errors import AgentkitError, SandboxLost
 from agentkit.sandboxes.backoff import Backoff
-from agentkit.sandboxes.recovery.record import Means
+from agentkit.sandboxes.recovery.record import Means, RecoveryLog
 from agentkit.sandboxes.recovery.replay import ActionLog, Diverged
 from agentkit.sandboxes.tasks import stopped
 
@@ -105,12 +105,20 @@ class Standbys(Generic[T]):
         log: the actions of the primary target.
         number: how many standbys to keep.
         rng: generator of the delays between attempts.
+        records: counts the standbys that follow.
     """
 
     def __init__(
-        self, acquire: Acquire[T], primary: Callable[[], T | None], log: ActionLog[T], number: int, rng: random.Random
+        self,
+        acquire: Acquire[T],
+        primary: Callable[[], T | None],
+        log: ActionLog[T],
+        number: int,
+        rng: random.Random,
+        records: RecoveryLog,
     ) -> None:
         self._acquire, self._primary, self._log, self._rng = acquire, primary, log, rng
+        self._records = records
         self._standbys: list[Standby[T]] = []
         self._promoted: T | None = None
         self._diverged = 0
@@ -177,12 +185,14 @@ class Standbys(Generic[T]):
     async def _follow(self, standby: Standby[T]) -> None:
         """Let it follow the log, then hand it to the caller that promoted it or release it."""
         self._standbys.append(standby)
+        self._records.standbys += 1
         ready: T | None = None
         try:
             await standby.follow()
             ready = standby.target
         finally:
             self._standbys.remove(standby)
+            self._records.standbys -= 1
             wanted = standby.promotion is not None and not standby.promotion.done()
             if standby.promotion is not None and wanted:
                 self._promoted = ready

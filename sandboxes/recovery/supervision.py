@@ -260,7 +260,9 @@ class Supervised(ABC, Generic[T]):
     def _adopt(self, target: T) -> None:
         self.target = target
         if self._number and self._standbys is None:
-            self._standbys = Standbys(self.acquire, lambda: self.target, self._log, self._number, self._rng)
+            self._standbys = Standbys(
+                self.acquire, lambda: self.target, self._log, self._number, self._rng, self._records
+            )
         target.on_failure(lambda cause: self.notice(target, cause))
 
     def _wake(self) -> None:

@@ -213,8 +213,9 @@ def test_a_remote_sandbox_by_the_same_commands(monkeypatch: pytest.MonkeyPatch) 
         assert (result.returncode, result.stdout) == (4, b"far\n")
         assert json.loads(agentkit("stats", "--json", *there, id).stdout)[0]["state"] == "running"
         sample = json.loads(agentkit("top", "--once", "--json", "--server", os.environ["AGENTKIT_SANDBOX_URL"]).stdout)
-        (row,) = sample["sandboxes"]
-        assert (row["id"], row["labels"], row["memory"] > 0) == (id, {"run": "9"}, True)
+        (host,), (row,) = sample["hosts"], sample["sandboxes"]
+        assert (row["id"], row["host"], row["labels"], row["memory"] > 0) == (id, host["host"], {"run": "9"}, True)
+        assert (host["state"], host["sandboxes"], host["limit"]) == ("up", 1, 256)
         result = agentkit("exec", *there, "nonsense", "true")
         assert (result.returncode, result.stderr.count(b"\n")) == (1, 1)
         assert agentkit("rm", *there, id).returncode == 0

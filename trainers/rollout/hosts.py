@@ -252,6 +252,11 @@ class EnvPool:
             self._make = lambda: ReplayedEnv(makers[source.where], self._dispose, self.recoveries)
         self._allocator: SandboxAllocator | None = None
 
+    @property
+    def spares(self) -> int:
+        """Number of environments in sandboxes that are ready to replace others."""
+        return 0 if self._allocator is None else self._allocator.spares
+
     def acquire(self, *, fresh: bool = False) -> EnvHandle:
         """Return an environment to ``reset``; with ``fresh`` one that was not used before. Starts nothing."""
         if self._idle and not fresh:

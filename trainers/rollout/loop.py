@@ -27,6 +27,7 @@ from agentkit.trainers.rollout.gate import Gate, Take
 from agentkit.trainers.rollout.hosts import EnvPool
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.trainers.rollout.tasks import TaskCursor
 from agentkit.types import Group, Trajectory
@@ -67,6 +68,7 @@ class RolloutLoop:
         parser: ActionParser,
         *,
         on_episode: OnEpisode = lambda trajectory, ending, reason: None,
+        on_event: OnEvent = lambda kind, **fields: None,
     ) -> None:
         rollout = config.rollout
         source = EnvSource.of(config.env)
@@ -78,6 +80,7 @@ class RolloutLoop:
         self._on_episode = on_episode
         self._pool = EnvPool(source)
         self._recoveries = 0
+        self._sandboxes = SandboxReport(on_event, self._pool.recoveries, lambda: self._pool.spares)
         self._player = Player(
             engine,
             renderer,
@@ -102,6 +105,7 @@ class RolloutLoop:
     async def start(self) -> None:
         """Start episodes; groups of a restored state come first."""
         self._collector.start()
+        self._sandboxes.start()
         self._running = True
         for group_id in self.gate.running:
             self._play(self._groups[group_id])
@@ -146,6 +150,7 @@ class RolloutLoop:
         if self._alive:  # an engine that ignores its cancellation must not delay the exit
             await asyncio.wait(self._alive, timeout=_CLOSE_TIMEOUT)
         await self._pool.close()
+        await self._sandboxes.close()
         self._collector.stop()
 
     def under_way(self) -> str:
@@ -158,7 +163,7 @@ class RolloutLoop:
         before, self._recoveries = self._recoveries, self._pool.recoveries.total
         recoveries = float(self._recoveries - before)
         recovered = {"rollout/env_replays": recoveries} if self._pool.source.recovery == "replay" else {}
-        return {**self._counters.snapshot(), **recovered}
+        return {**self._counters.snapshot(), **recovered, **self._sandboxes.metrics()}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint between ``publish`` and ``next_batch``: JSON-able except for ``groups``.

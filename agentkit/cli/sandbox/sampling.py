@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentkit.cli.sandbox.listing import labels_of, owner_of
 from agentkit.errors import AgentkitError, SandboxError
-from agentkit.sandboxes.backends.remote.backend import RemoteBackend
-from agentkit.sandboxes.pool.health import local_host
+from agentkit.sandboxes.pool.health import HostUsage, local_host
 from agentkit.sandboxes.reaper.sweep import Owned, owned
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.tasks import finished, loop_time, stopped, tracked
@@ -156,18 +155,16 @@ class Sampler:
         counts: dict[str, int] = {}
         for row in rows:
             counts[row.backend] = counts.get(row.backend, 0) + 1
+        usage: HostUsage | None = None
         for backend in self._backends:
-            if isinstance(backend, RemoteBackend):
+            if servers := backend.hosts():
                 hosts += [
-                    HostRow(one.host, "remote", one.state, one.cpu, one.memory, one.disk, one.used, one.limit)
-                    for one in getattr(backend, "hosts", list)()
+                    HostRow(one.host, backend.name, one.state, one.cpu, one.memory, one.disk, one.used, one.limit)
+                    for one in servers
                 ]
-        here = [backend for backend in self._backends if not isinstance(backend, RemoteBackend)]
-        usage = local_host(here[0].storage) if here else None
-        for backend in here:
-            assert usage is not None
-            number = counts.get(backend.name, 0)
-            name = socket.gethostname()
+                continue
+            usage = usage or local_host(backend.storage)  # once: its processors are measured since the previous call
+            number, name = counts.get(backend.name, 0), socket.gethostname()
             hosts.append(HostRow(name, backend.name, "up", usage.cpu, usage.memory, usage.disk, number, None))
         return hosts
 

@@ -44,12 +44,20 @@ class Harness:
         self.config = config
         self.engine = ScriptedEngine(renderer(), script, latency)
         self.ends: list[tuple[Trajectory, str, str]] = []
+        self.events: list[dict[str, Any]] = []
         self.loop = self.new_loop()
         self.version = 0
 
     def new_loop(self) -> RolloutLoop:
         parser = ActionParser(self.config.env.parser, self.config.env.actions_per_turn or 3)
-        return RolloutLoop(self.config, self.engine, renderer(), parser, on_episode=self._note)
+        return RolloutLoop(
+            self.config,
+            self.engine,
+            renderer(),
+            parser,
+            on_episode=self._note,
+            on_event=lambda kind, **fields: self.events.append({"event": kind, **fields}),
+        )
 
     def _note(self, trajectory: Trajectory, ending: str, reason: str) -> None:
         self.ends.append((trajectory, ending, reason))
