@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,7 +261,9 @@ class SandboxAllocator:
         if isinstance(chosen, EnvSandbox):
             chosen.slots.add(number)
             return await self._make(chosen, number), "spare"
-        return await self._make(await self._started(number, chosen), number), "new"
+        # A lost environment may be followed on its own host; one that works is not to share its fate with this one.
+        hosts = {slot.host for slot in apart if not slot.failure}
+        return await self._make(await self._started(number, chosen, hosts), number), "new"
 
     def _choose(self, apart: Sequence[EnvSlot]) -> EnvSandbox | _StartingSandbox | None:
         kept = {slot.sandbox for slot in self._spares}
@@ -303,11 +305,11 @@ class SandboxAllocator:
             if self._spares.pop(spare, None) is not None:
                 spare.release()
 
-    async def _started(self, number: int, starting: _StartingSandbox | None) -> EnvSandbox:
+    async def _started(self, number: int, starting: _StartingSandbox | None, avoid_hosts: set[str]) -> EnvSandbox:
         """Wait for a sandbox that is being created; create one if ``starting`` is None."""
         if starting is None:
             slots: set[int] = set()
-            starting = _StartingSandbox(asyncio.ensure_future(self._create(slots)), slots)
+            starting = _StartingSandbox(asyncio.ensure_future(self._create(slots, avoid_hosts)), slots)
             self._starting.append(starting)
             starting.task.add_done_callback(lambda _, done=starting: self._starting.remove(done))
         starting.slots.add(number)
@@ -319,12 +321,12 @@ class SandboxAllocator:
                 raise EnvCrashed("the environment was closed while its sandbox started") from None
             raise
 
-    async def _create(self, slots: set[int]) -> EnvSandbox:
+    async def _create(self, slots: set[int], avoid_hosts: Collection[str] = ()) -> EnvSandbox:
         """Create a sandbox with a process, for the environments ``slots``."""
         if self._closed:
             raise EnvCrashed("the sandboxes of this environment are closed")
         await self._pool.start()
-        lease = await self._pool.acquire()
+        lease = await self._pool.acquire(avoid_hosts=avoid_hosts)
         try:
             process = await EnvProcess.start(lease.box, self.placement.command)
         except BaseException:

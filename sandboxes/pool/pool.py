@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Literal
 
 from agentkit.errors import AgentkitError, ConfigError, PoolClosed, SandboxError
@@ -96,8 +96,8 @@ class Lease:
 class Acquisition:
     """Result of ``SandboxPool.acquire``: await it for a ``Lease``, or enter it with ``async with`` for the sandbox."""
 
-    def __init__(self, pool: SandboxPool, timeout: float) -> None:
-        self._pool, self._timeout = pool, timeout
+    def __init__(self, pool: SandboxPool, timeout: float, avoid_hosts: tuple[str, ...]) -> None:
+        self._pool, self._timeout, self._avoid_hosts = pool, timeout, avoid_hosts
         self._lease: Lease | None = None
 
     def __await__(self) -> Generator[Any, None, Lease]:
@@ -113,7 +113,8 @@ class Acquisition:
 
     async def _acquire(self) -> Lease:
         scheduler = self._pool.scheduler
-        return Lease(scheduler, await scheduler.acquire(self._timeout))
+        elsewhere = self._avoid_hosts and set(self._pool.hosts()) - set(self._avoid_hosts)
+        return Lease(scheduler, await scheduler.acquire(self._timeout, self._avoid_hosts if elsewhere else ()))
 
 
 class SandboxPool:
@@ -246,7 +247,7 @@ class SandboxPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def acquire(self, timeout: float | None = None) -> Acquisition:
+    def acquire(self, timeout: float | None = None, *, avoid_hosts: Collection[str] = ()) -> Acquisition:
         """Acquire the next healthy sandbox, in order of arrival.
 
         ``async with pool.acquire() as box`` releases the sandbox at the end of the body, and discards it if the body
@@ -254,15 +255,17 @@ class SandboxPool:
 
         Args:
             timeout: seconds to wait, by default ``acquire_timeout`` of the pool.
+            avoid_hosts: create a sandbox for this caller, on one of these hosts only if no other has room; it does not
+                count towards ``max_size``. Ignored while the pool has no sandbox on another host.
 
         Raises:
             PoolExhausted: no sandbox became free in time; or, at once, all new sandboxes fail.
             BreakerOpen: the engine is down and no sandbox is left; raised at once.
             ImageError, UnsupportedFeature: sandboxes of this specification cannot be created.
             PoolClosed: the pool is not started, closing or closed.
-            SandboxError: with ``on_exhausted="create"``, any error of ``Sandbox.create``.
+            SandboxError: with ``on_exhausted="create"`` or ``avoid_hosts``, any error of ``Sandbox.create``.
         """
-        return Acquisition(self, self.acquire_timeout if timeout is None else timeout)
+        return Acquisition(self, self.acquire_timeout if timeout is None else timeout, tuple(avoid_hosts))
 
     async def wait_filled(self) -> None:
         """Wait until ``min_idle`` sandboxes are ready.

@@ -86,16 +86,17 @@ class Provisioner:
 
     # Creation and removal.
 
-    async def create(self, may_hedge: Callable[[], bool]) -> Sandbox:
+    async def create(self, may_hedge: Callable[[], bool], avoid_hosts: tuple[str, ...] = ()) -> Sandbox:
         """Create a sandbox. Raises what ``Sandbox.create`` raises; nothing is left then."""
+        spec = self._spec.model_copy(update={"avoid_hosts": avoid_hosts}) if avoid_hosts else self._spec
         if self._hedge is None:
-            return await self._create()
-        return await self._hedge.run("create", self._create, discard=Sandbox.close, may=may_hedge)
+            return await self._create(spec)
+        return await self._hedge.run("create", lambda: self._create(spec), discard=Sandbox.close, may=may_hedge)
 
-    async def _create(self) -> Sandbox:
+    async def _create(self, spec: SandboxSpec) -> Sandbox:
         token, self._creations[token] = object(), loop_time()
         try:
-            return await Sandbox.create(self._spec, backend=self.backend)
+            return await Sandbox.create(spec, backend=self.backend)
         finally:
             del self._creations[token]
 

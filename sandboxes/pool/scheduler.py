@@ -53,11 +53,13 @@ class Scheduler:
 
     # Callers.
 
-    async def acquire(self, timeout: float) -> Slot:
-        """Wait for a healthy sandbox. Raises as ``SandboxPool.acquire``."""
+    async def acquire(self, timeout: float, avoid_hosts: tuple[str, ...] = ()) -> Slot:
+        """Wait for a healthy sandbox. Arguments and errors as for ``SandboxPool.acquire``."""
         self._check_open()
         began = self._now()
-        if self._settings.on_exhausted == "wait" or self.slots.available + self.slots.free > len(self.waiters):
+        if avoid_hosts:
+            slot = await self._create_extra(began + timeout, avoid_hosts)
+        elif self._settings.on_exhausted == "wait" or self.slots.available + self.slots.free > len(self.waiters):
             slot = await self._acquire_in_turn(began + timeout)
         elif self._settings.on_exhausted == "create":
             slot = await self._create_extra(began + timeout)
@@ -171,9 +173,10 @@ class Scheduler:
             self._check_open()
         return not why
 
-    async def _create_extra(self, deadline: float) -> Slot | None:
+    async def _create_extra(self, deadline: float, avoid_hosts: tuple[str, ...] = ()) -> Slot | None:
         """Create a sandbox beyond ``max_size``. Raises what its creation raises."""
         slot = self.slots.open(extra=True)
+        slot.avoid_hosts = avoid_hosts
         task = self._start(slot, self._create(slot), "not created")
         created = False
         try:
@@ -299,7 +302,7 @@ class Scheduler:
 
     async def _create(self, slot: Slot) -> None:
         with self._breaker.call("create"):
-            self.slots.fill(slot, await self._provisioner.create(may_hedge=lambda: self.slots.free > 0))
+            self.slots.fill(slot, await self._provisioner.create(lambda: self.slots.free > 0, slot.avoid_hosts))
         self.counters.created += 1
         host = self._provisioner.backend.host_of(slot.box.id)
         telemetry.report(telemetry.Created(host, self._now() - slot.opened))

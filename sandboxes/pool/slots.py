@@ -45,6 +45,8 @@ class Slot:
         self.uses = 0
         self.extra = extra
         """Created beyond ``max_size``, for one use."""
+        self.avoid_hosts: tuple[str, ...] = ()
+        """Hosts on which its sandbox is created only if no other has room."""
         self.proven = False
         """It was used, or has lived long enough to show that creation works."""
         self.paused = False

@@ -124,6 +124,7 @@ class Standbys(Generic[T]):
         self._diverged = 0
         self._backoff = Backoff()
         self._changed = asyncio.Event()
+        self._acquiring = asyncio.Lock()
         self._tasks = [asyncio.ensure_future(self._keep_one()) for _ in range(number)]
 
     @property
@@ -173,10 +174,13 @@ class Standbys(Generic[T]):
                 await self._changed.wait()
                 continue
             try:
-                apart = [one for one in (self._primary(), self._promoted, *self.targets) if one is not None]
-                target, _ = await self._acquire(apart)
+                async with self._acquiring:  # one after the other, so that each knows from which to stay apart
+                    apart = [one for one in (self._primary(), self._promoted, *self.targets) if one is not None]
+                    target, _ = await self._acquire(apart)
+                    standby = Standby(target, self._log)
+                    self._standbys.append(standby)
                 failures = 0
-                await self._follow(Standby(target, self._log))
+                await self._follow(standby)
             except (AgentkitError, Diverged) as error:
                 self._diverged += isinstance(error, Diverged)
                 failures += 1
@@ -184,7 +188,6 @@ class Standbys(Generic[T]):
 
     async def _follow(self, standby: Standby[T]) -> None:
         """Let it follow the log, then hand it to the caller that promoted it or release it."""
-        self._standbys.append(standby)
         self._records.standbys += 1
         ready: T | None = None
         try:

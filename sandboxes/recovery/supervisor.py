@@ -237,7 +237,7 @@ class SupervisedSandbox(Supervised[Lease]):
 
     async def acquire(self, apart: Sequence[Lease]) -> tuple[Lease, Means]:
         means: Means = "spare" if self._pool.scheduler.slots.count("idle") else "new"
-        return await self._pool.acquire(), means
+        return await self._pool.acquire(avoid_hosts={one.host for one in apart if not one.failure}), means
 
     async def renew(self, lost: Lease) -> tuple[Lease, Means]:
         if self._recovery == "restart" and await lost.restart():

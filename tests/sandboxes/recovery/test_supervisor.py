@@ -13,8 +13,10 @@ from seeds import over_all_seeds
 from simulation import SimulatedPool, play
 
 from agentkit.errors import ConfigError, SandboxLost
+from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.recovery.supervisor import SandboxRecovery, SupervisedSandbox, Supervisor
 from agentkit.sandboxes.testing import virtual_time
+from benchmarks.scale.cluster import Cluster
 
 SCENARIOS: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {}
 
@@ -251,5 +253,26 @@ def test_contradicting_settings_are_errors():
             async with Supervisor(sim.pool).run() as box:
                 with pytest.raises(ConfigError, match="checkpoint"):
                     await box.checkpoint()
+
+    virtual_time.run(run())
+
+
+def test_standby_is_on_another_host():
+    async def run() -> None:
+        cluster = Cluster(hosts=3, limit=20, seed=0)
+        await cluster.start()
+        backend = cluster.backend()
+        await backend.start()
+        async with SandboxPool(backend=backend, min_idle=3, max_size=12) as pool:
+            await pool.wait_filled()
+            assert len(pool.hosts()) > 1
+            for _ in range(6):
+                async with Supervisor(pool, recovery="replay", replicas=2).run() as box:
+                    await asyncio.sleep(5)
+                    assert box._standbys is not None
+                    hosts = {box.target.host, *(one.host for one in box._standbys.caught_up())}
+                    assert len(hosts) == 3
+        await backend.close()
+        await cluster.stop()
 
     virtual_time.run(run())
