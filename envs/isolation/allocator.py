@@ -21,7 +21,7 @@ from agentkit.envs.isolation.process import EnvProcess
 from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.isolation.replay import cause_of_loss
 from agentkit.envs.isolation.validation import Description, check_description
-from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError
+from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError, SandboxError
 from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool.pool import Lease, SandboxPool
@@ -33,6 +33,8 @@ CLOSE_TIMEOUT = 5.0
 """Seconds that an environment gets for its ``close`` before its process is killed."""
 MAKE_TIMEOUT = 60.0
 """Seconds that making an environment may take."""
+MAKE_ATTEMPTS = 3
+"""Number of sandboxes in which an environment is made if they are lost meanwhile."""
 HEDGE_LEAST = 0.25
 """Seconds that a call takes at least before a second attempt, which itself takes time, is worth it."""
 _POOL_SIZE = 4096
@@ -235,8 +237,8 @@ class SandboxAllocator:
         if self._capacity is None:
             async with self._first:  # the first environment tells how many may share a sandbox
                 if self._capacity is None:
-                    return await self._allocate(apart)
-        return await self._allocate(apart)
+                    return await self._allocated(apart)
+        return await self._allocated(apart)
 
     async def close(self) -> None:
         """Remove every sandbox. Idempotent."""
@@ -252,6 +254,15 @@ class SandboxAllocator:
         await finished(self._pool.close())
 
     # Sandboxes.
+
+    async def _allocated(self, apart: Sequence[EnvSlot]) -> tuple[EnvSlot, Means]:
+        for _ in range(MAKE_ATTEMPTS - 1):
+            try:
+                return await self._allocate(apart)
+            except EnvCrashed as error:
+                if not isinstance(error.__cause__, SandboxError):
+                    raise  # the environment is to blame, not its sandbox
+        return await self._allocate(apart)
 
     async def _allocate(self, apart: Sequence[EnvSlot]) -> tuple[EnvSlot, Means]:
         number = next(self._numbers)
