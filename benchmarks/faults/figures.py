@@ -92,8 +92,8 @@ def table(found: Sequence[Row]) -> str:
 
 
 _COLUMNS = (
-    "rollout redundancy", "faults per minute", "minutes", "killed, frozen, slowed", "steps", "mean step s", "median",
-    "max", "mean ÷ fault-free", "median ÷ fault-free", "goal", "met", "recoveries", "voided",
+    "rollout redundancy", "faults per minute", "minutes", "killed, paused, frozen, slowed", "steps", "mean step s",
+    "median", "max", "mean ÷ fault-free", "median ÷ fault-free", "goal", "met", "recoveries", "voided",
 )  # fmt: skip
 
 
@@ -115,9 +115,10 @@ def _cells(row: Row, clean: Row | None) -> list[str]:
 PAGE = """# Step time under faults
 
 `python -m benchmarks.faults` writes this page. It trains a small model on FrozenLake-v1 with `agentkit run`, in Docker,
-with one environment in each container. A fault injector kills (`docker kill`), freezes (`docker pause`) or slows
-(`docker update --cpus 0.01`) running containers of the run, each kind with the same probability. The times between two
-faults are random and exponentially distributed. No container is attacked twice.
+with one environment in each container. A fault injector kills (`docker kill`), pauses (`docker pause`), freezes
+(`docker kill --signal STOP`, which the engine does not report) or slows (`docker update --cpus 0.01`) running
+containers of the run, each kind with the same probability. The times between two faults are random and exponentially
+distributed. No container is attacked twice.
 
 {machine}
 
@@ -127,9 +128,9 @@ step. With rollout redundancy, a step starts {more} groups of {larger}, and uses
 finish. A run keeps one container for each of its episodes, and one spare.
 
 - The rate is the expected share of the running containers that is attacked per minute. It changes between two steps of
-  the same run: none, 2 %, 20 %, 20 %, 2 %, none. After each phase, the containers that are still frozen or slowed are
-  restored. The first step of each phase is not counted, because it began under the rate of the phase before. Runs with
-  and without rollout redundancy alternate.
+  the same run: none, 2 %, 20 %, 20 %, 2 %, none. After each phase, the containers that are still paused, frozen or
+  slowed are restored. The first step of each phase is not counted, because it began under the rate of the phase before.
+  Runs with and without rollout redundancy alternate.
 - A step lasts from the request of a batch until its weights are published. Ratios are relative to the fault-free
   steps of the same runs. In brackets: the 95 % interval of the ratio of means, by bootstrap over steps.
 - The model's weights hardly change (learning rate 1e-9), so that all steps do the same work.

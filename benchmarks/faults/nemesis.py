@@ -1,4 +1,4 @@
-"""Kill, freeze and slow containers of one run, at random times.
+"""Kill, pause, freeze and slow containers of one run, at random times.
 
 Invariant: only running containers with the given label are attacked, each at most once. ``heal`` undoes the faults that
 are not final.
@@ -17,11 +17,16 @@ TIMEOUT = 60.0
 """Seconds that a command of the engine may take."""
 ATTACKS = {
     "killed": ("docker", "kill"),
-    "frozen": ("docker", "pause"),
+    "paused": ("docker", "pause"),
+    "frozen": ("docker", "kill", "--signal", "STOP"),
     "slowed": ("docker", "update", "--cpus", "0.01"),
 }
-"""The command for each kind of fault; the name of the container follows."""
-REMEDIES = {"frozen": ("docker", "unpause"), "slowed": ("docker", "update", "--cpus", "1")}
+"""The command for each kind of fault; the name of the container follows. The engine reports a pause, but not a stop."""
+REMEDIES = {
+    "paused": ("docker", "unpause"),
+    "frozen": ("docker", "kill", "--signal", "CONT"),
+    "slowed": ("docker", "update", "--cpus", "1"),
+}
 """The command that undoes a fault, if it is not final."""
 
 

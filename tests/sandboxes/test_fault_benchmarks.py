@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from agentkit.sandboxes import Sandbox
 from benchmarks.faults.figures import page, problems, ratio, rows
 from benchmarks.faults.nemesis import ATTACKS, Fault, Nemesis, choose
 from benchmarks.faults.runs import Observed, Phase
+from benchmarks.recovery.figures import NO_GOAL, Goal, Row, Sample
+from benchmarks.recovery.figures import page as recovery_page
 
 
 def observed() -> Observed:
@@ -44,7 +48,7 @@ def test_the_page_shows_a_missed_goal_as_missed():
     rollout = {"groups": 2, "group_size": 4, "extra_groups": 1, "extra_members": 1}
     text = page(rows("without", [observed()]), "two CPUs", rollout, rollout)
     assert (
-        "| without | 2% | 0.2 | 1, 1, 0 | 2 | 2.00 | 2.00 | 2.00 | 2.00 (2.00 to 2.00) | 2.00 | ≤ 1.15 | **no** |"
+        "| without | 2% | 0.2 | 1, 0, 1, 0 | 2 | 2.00 | 2.00 | 2.00 | 2.00 (2.00 to 2.00) | 2.00 | ≤ 1.15 | **no** |"
         in text
     )
     assert "one fault cost 1.00 s on average" in text
@@ -76,6 +80,36 @@ def test_each_container_is_attacked_once_at_most():
         attacked.add(chosen[1])
     assert attacked == set(running)
     assert kinds == set(ATTACKS)
+
+
+@pytest.mark.parametrize(
+    ("goal", "samples", "met"),
+    [
+        (Goal(answered=1.0), [(0.1, 0.5), (0.1, 0.9)], "yes"),
+        (Goal(answered=1.0), [(0.1, 0.5), (0.1, 0.9), (0.1, 1.0)], "median only"),
+        (Goal(answered=1.0), [(0.1, 1.5), (0.1, 0.9), (0.1, 1.1)], "**no**"),
+        (Goal(detected=5.0, answered=1.0), [(4.0, 4.9)], "yes"),
+        (Goal(detected=5.0, answered=1.0), [(4.0, 5.1)], "**no**"),
+        (Goal(detected=5.0, answered=1.0), [(5.0, 5.1)], "**no**"),
+        (Goal(detected=5.0), [(None, 1.0)], "**no**"),
+        (NO_GOAL, [(None, 1.0)], ""),
+    ],
+)
+def test_a_recovery_meets_its_goal_only_if_every_case_does(goal, samples, met):
+    row = Row("Sokoban-v0", "a fault", "a spare", goal, tuple(Sample(*sample) for sample in samples), voided=0)
+    assert row.met == met
+
+
+def test_the_recovery_page_shows_medians_and_says_what_was_not_measured():
+    samples = (Sample(0.01, 0.2, "spare"), Sample(0.02, 0.3, "spare"), Sample(0.05, 1.5, "new"))
+    measured = Row("Sokoban-v0", "container killed", "a spare", Goal(answered=1.0), samples, voided=0)
+    text = recovery_page(
+        [measured, Row("AlfWorld-v0", "all", "any", NO_GOAL, (), 0, "no image")], {"Sokoban-v0": "two CPUs"}, 4
+    )
+    assert "- Sokoban-v0: two CPUs." in text
+    assert Row.of(json.loads(json.dumps(asdict(measured)))) == measured
+    assert "| 3 | new, spare | 20 ms | 50 ms | 300 ms | 1.50 s | < 1 s | median only | 0 |" in text
+    assert "- AlfWorld-v0, all, any: not measured. no image" in text
 
 
 @pytest.mark.docker

@@ -1,0 +1,1 @@
+"""Episodes whose container or host fails: ``python -m benchmarks.recovery``."""
