@@ -1,0 +1,153 @@
+"""Environments on sandbox servers: real servers in processes of their own, one of which may be killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from requiring import require
+
+import agentkit
+from agentkit.config_io import load_config
+from agentkit.envs.code_contest import CodeContest
+from agentkit.envs.isolation.placement import place
+from agentkit.envs.sync import SyncTextEnv
+from agentkit.errors import ConfigError
+from agentkit.preflight import check
+
+TOKEN = "a-token-of-the-tests-alone"
+SMALL: dict[str, Any] = {
+    "steps": 3,
+    "env": {"id": "FrozenLake-v1", "kwargs": {"size": 3}, "max_turns": 4, "actions_per_turn": 1},
+    "engine": {"max_context": 512, "max_batch": 8},
+    "rollout": {"groups": 4, "group_size": 4, "max_tokens": 6},
+    "learner": {"lr": 1e-3},
+    "evaluation": {"episodes": 2},
+}
+
+
+class Server:
+    """A process of ``agentkit sandbox serve``."""
+
+    def __init__(self, directory: Path, backend: str) -> None:
+        directory.mkdir(mode=0o700)
+        (directory / "config.yaml").write_text("policy: {mounts: [/]}\n")
+        command = ["sandbox", "serve", "--backend", backend, "--port", "0", "--config", str(directory / "config.yaml")]
+        environment = {**os.environ, "AGENTKIT_RUNTIME_DIR": str(directory), "AGENTKIT_SANDBOX_TOKEN": TOKEN}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "agentkit", *command], stdout=subprocess.PIPE, env=environment, text=True
+        )
+        assert self._popen.stdout is not None
+        address = re.search(r"http://[\d.:]+\d", self._popen.stdout.readline())
+        assert address is not None
+        self.url = address[0]
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self._popen.send_signal(number)
+        self._popen.wait(60)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+
+
+@pytest.fixture
+def servers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
+    """Two servers, and the token of their clients."""
+    backend = getattr(request, "param", "local")
+    if backend == "local":
+        require(shutil.which("bwrap") is not None, "install bubblewrap")
+    else:
+        require("docker", "pip install 'agentkit-rl[docker]'")
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", TOKEN)
+    started = [Server(tmp_path / f"server-{number}", backend) for number in range(2)]
+    yield started
+    for server in started:
+        server.end()
+
+
+def named(servers: list[Server]) -> str:
+    return f"remote:{','.join(server.url for server in servers)}"
+
+
+def local_spec() -> dict[str, Any]:
+    """Return a specification with which servers of the local back end see this interpreter and its packages."""
+    mounts = [{"source": one.source, "target": one.target} for one in place("FrozenLake-v1", {}, "local").spec.mounts]
+    return {"mounts": mounts, "env": {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"}}
+
+
+def test_placement_on_servers_is_that_of_images() -> None:
+    placed = place("FrozenLake-v1", {}, "remote:http://127.0.0.1:1")
+    assert (placed.spec.image, placed.spec.mounts, placed.python) == ("agentkit/env", (), "python3")
+
+
+def test_make_and_make_vec(servers: list[Server]) -> None:
+    here, there = (
+        agentkit.make("FrozenLake-v1"),
+        agentkit.make("FrozenLake-v1", sandbox=named(servers), sandbox_spec=local_spec()),
+    )
+    try:
+        assert there.reset(seed=3) == here.reset(seed=3)
+        assert there.step("Right") == here.step("Right")
+    finally:
+        there.close()
+    vector = agentkit.make_vec("FrozenLake-v1", 3, mode=named(servers), sandbox_spec=local_spec())
+    try:
+        assert vector.reset(seed=3)[0][0] == here.reset(seed=3)[0]
+    finally:
+        vector.close()
+
+
+def test_programs_run_on_servers(servers: list[Server]) -> None:
+    env = agentkit.make("CodeContest-v0", sandbox=named(servers))
+    assert isinstance(env, CodeContest)
+    blocking = SyncTextEnv(env)
+    try:
+        blocking.reset(seed=0)
+        assert blocking.step(next(blocking.expert()))[1] == 1.0
+    finally:
+        blocking.close()
+
+
+def test_a_wrong_token_is_a_problem_before_a_run(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config({"env": {"id": "FrozenLake-v1", "sandbox": "remote", "servers": [servers[0].url]}})
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", "another-token-of-the-tests")
+    with pytest.raises(ConfigError, match=rf"env\.servers={servers[0].url}: .*token"):
+        check(config)
+    monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", TOKEN)
+    servers[1].end(signal.SIGKILL)
+    both = {"id": "FrozenLake-v1", "sandbox": "remote", "servers": [server.url for server in servers]}
+    check(load_config({"env": both}))  # one that answers is enough
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_loss_of_a_server(servers: list[Server], tmp_path: Path) -> None:
+    urls = [server.url for server in servers]
+    env = {**SMALL["env"], "sandbox": "remote", "servers": urls, "sandbox_spec": local_spec(), "reset_timeout": 120.0}
+    episodes: list[agentkit.Trajectory] = []
+
+    def on_step(step: int, metrics: object) -> None:
+        if step == 1:
+            servers[0].end(signal.SIGKILL)
+
+    result = agentkit.train({**SMALL, "env": env, "dir": tmp_path / "run"}, on_step=on_step, on_episode=episodes.append)
+    assert result.finished
+    assert [episode.reason for episode in episodes if episode.outcome == "voided"] == []
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", ["docker"], indirect=True)
+def test_the_image_on_servers_with_docker(servers: list[Server]) -> None:
+    here, there = agentkit.make("Sokoban-v0"), agentkit.make("Sokoban-v0", sandbox=named(servers))
+    try:
+        assert there.reset(seed=3) == here.reset(seed=3)
+        assert there.step("Up") == here.step("Up")
+    finally:
+        there.close()
