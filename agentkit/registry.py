@@ -229,8 +229,7 @@ def make(
     if here is None:
         from agentkit.envs.isolation.env import SandboxedTextEnv
 
-        redundant = {} if redundancy is None else {"redundancy": redundancy}
-        return SandboxedTextEnv(id, kwargs, sandbox=sandbox, sandbox_spec=sandbox_spec, **redundant)
+        return SandboxedTextEnv(id, kwargs, sandbox=sandbox, sandbox_spec=sandbox_spec, redundancy=redundancy)
     spec = entry(id).load()
     arguments = {**spec.kwargs, **here}
     check_arguments(id, spec.entry_point, arguments)

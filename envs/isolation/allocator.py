@@ -24,6 +24,7 @@ from agentkit.envs.isolation.validation import Description, check_description
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError, SandboxError
 from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backoff import Backoff
+from agentkit.sandboxes.pool.health import usage_of
 from agentkit.sandboxes.pool.pool import Lease, SandboxPool
 from agentkit.sandboxes.recovery.hedge import Hedge
 from agentkit.sandboxes.recovery.record import Means, RecoveryLog
@@ -200,6 +201,7 @@ class SandboxAllocator:
             drain_timeout=0.0,
             health=redundancy.health,
             hedge=None if after is None else Hedge(after, log=self.log),
+            host=usage_of(placement.backend),
         )
         self._capacity: int | None = None
         self._sandboxes: list[EnvSandbox] = []

@@ -49,6 +49,7 @@ def make_vec(
     *,
     mode: str = "async",
     sandbox_spec: SandboxSpec | Mapping[str, Any] | None = None,
+    redundancy: Redundancy | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
     max_steps: int | None = None,
     step_timeout: float = STEP_TIMEOUT,
@@ -62,8 +63,10 @@ def make_vec(
         num_envs: number of environments.
         mode: ``"async"`` (in this process; coroutines are awaited together, each blocking environment has a thread),
             ``"process"`` (each in a worker process, which is killed if it hangs), or a sandbox back end:
-            ``"docker"``, ``"local"``, … (as ``sandbox`` of ``agentkit.make``).
+            ``"docker"``, ``"local"``, ``"remote"``, ``"remote:URL,URL"``, … (as ``sandbox`` of ``agentkit.make``).
         sandbox_spec: fields of the sandbox specification that differ from the defaults.
+        redundancy: how the sandboxes survive failures. None: an episode whose sandbox fails is replayed in another one
+            if the environment is deterministic, and up to 64 environments that declare ``inline`` share a sandbox.
         autoreset_mode: gymnasium's ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED``.
         max_steps: steps after which an episode is truncated; by default ``max_turns`` times ``actions_per_turn``.
         step_timeout: seconds that a step may take.
@@ -82,9 +85,13 @@ def make_vec(
     autoreset = AutoresetMode(autoreset_mode)
     if sandbox_spec is not None and mode in ("async", "process"):
         raise ConfigError(f"sandbox_spec describes a sandbox and mode={mode!r} has none; use mode='docker'")
+    if redundancy is not None and mode == "process":
+        raise ConfigError("redundancy needs sandboxes and mode='process' has none; use mode='docker'")
     if mode not in ("async", "process"):
         here = registry.arguments_here(id, kwargs, mode, sandbox_spec)
         mode, kwargs = (mode, kwargs) if here is None else ("async", here)
+    if redundancy is not None and mode == "async":  # ``make`` passes it to an environment that makes sandboxes itself
+        kwargs = {**kwargs, "redundancy": redundancy}
     timeouts = Timeouts(reset_timeout, step_timeout)
     allocator: SandboxAllocator | None = None
     slots: list[Slot]
@@ -93,8 +100,8 @@ def make_vec(
     elif mode == "process":
         slots = [_ProcessEnv(id, kwargs, timeouts) for _ in range(num_envs)]
     else:
-        placement, redundancy = place(id, kwargs, mode, sandbox_spec), Redundancy(share=_SHARE)
-        allocator = SandboxAllocator(placement, redundancy, make_timeout=reset_timeout)
+        placement = place(id, kwargs, mode, sandbox_spec)
+        allocator = SandboxAllocator(placement, redundancy or Redundancy(share=_SHARE), make_timeout=reset_timeout)
         slots = [
             SandboxedEnv(id, allocator=allocator, step_timeout=step_timeout, reset_timeout=reset_timeout)
             for _ in range(num_envs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentkit import registry
@@ -119,7 +119,10 @@ class EnvSource:
         """Make an environment in this process or in a new sandbox. Raises ``EnvCrashed``, ``SandboxError``."""
         if self.placement is not None:
             where = self.placement
-            return registry.make(self.id, sandbox=where.backend, sandbox_spec=where.spec, **self.kwargs)
+            alone = replace(self.redundancy, spares=0, standbys=0)  # for one environment, a new sandbox is soon enough
+            return registry.make(
+                self.id, sandbox=where.backend, sandbox_spec=where.spec, redundancy=alone, **self.kwargs
+            )
         assert self.cls is not None
         try:
             return self.cls(**self.kwargs)

@@ -97,7 +97,10 @@ def test_make_and_make_vec(servers: list[Server]) -> None:
         assert there.step("Right") == here.step("Right")
     finally:
         there.close()
-    vector = agentkit.make_vec("FrozenLake-v1", 3, mode=named(servers), sandbox_spec=local_spec())
+    redundancy = agentkit.Redundancy(spares=1, share=2)
+    vector = agentkit.make_vec(
+        "FrozenLake-v1", 3, mode=named(servers), sandbox_spec=local_spec(), redundancy=redundancy
+    )
     try:
         assert vector.reset(seed=3)[0][0] == here.reset(seed=3)[0]
     finally:

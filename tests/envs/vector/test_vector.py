@@ -137,6 +137,9 @@ def test_spaces_and_limits() -> None:
             agentkit.make_vec("FrozenLake-v1", **wrong)
     with pytest.raises(ConfigError, match="mode='async' has none"):
         agentkit.make_vec("FrozenLake-v1", 1, sandbox_spec={"image": "x"})
+    for mode in ("async", "process"):
+        with pytest.raises(ConfigError, match="redundancy needs"):
+            agentkit.make_vec("FrozenLake-v1", 1, mode=mode, redundancy=agentkit.Redundancy())
     for mode in MODES:
         with pytest.raises(RegistryError, match="did you mean"):
             agentkit.make_vec("FrozenLake-v1", 1, mode=mode, is_slipery=True)
