@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,14 @@ class Server:
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "agentkit", *command], stdout=subprocess.PIPE, env=environment, text=True
         )
+
+    @cached_property
+    def url(self) -> str:
+        """The address that it prints when it is ready."""
         assert self._popen.stdout is not None
         address = re.search(r"http://[\d.:]+\d", self._popen.stdout.readline())
         assert address is not None
-        self.url = address[0]
+        return address[0]
 
     def end(self, number: int = signal.SIGTERM) -> None:
         self._popen.send_signal(number)
@@ -67,9 +72,12 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         require("docker", "pip install 'agentkit-rl[docker]'")
     monkeypatch.setenv("AGENTKIT_SANDBOX_TOKEN", TOKEN)
     started = [Server(tmp_path / f"server-{number}", backend) for number in range(2)]
-    yield started
-    for server in started:
-        server.end()
+    try:
+        assert len({server.url for server in started}) == 2
+        yield started
+    finally:
+        for server in started:
+            server.end()
 
 
 def named(servers: list[Server]) -> str:
@@ -130,6 +138,7 @@ def test_a_wrong_token_is_a_problem_before_a_run(servers: list[Server], monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_survives_the_loss_of_a_server(servers: list[Server], tmp_path: Path) -> None:
     urls = [server.url for server in servers]
     env = {**SMALL["env"], "sandbox": "remote", "servers": urls, "sandbox_spec": local_spec(), "reset_timeout": 120.0}
