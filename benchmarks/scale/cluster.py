@@ -231,7 +231,7 @@ class _Client:
         self._host, self._connect, self._heard, self._rng = host, connect, heard, rng
         self._headers = dict(headers)
         self._exchanges: set[_Exchange] = set()
-        self._connecting: set[asyncio.Future[bool]] = set()
+        self._connecting: set[asyncio.Future[Any]] = set()
         self.closed = False
 
     @contextlib.asynccontextmanager

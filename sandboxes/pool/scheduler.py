@@ -397,7 +397,8 @@ class Scheduler:
         """The sandbox has ended."""
         age, unused = self._now() - slot.opened, slot.state in ("idle", "checking", "degraded")
         self.condemn(slot, slot.epoch, reason)
-        if unused and not slot.proven and age < decisions.PROVEN_AFTER:
+        alone = reason != "engine_down"  # the loss of a host says nothing about sandboxes on other hosts
+        if alone and unused and not slot.proven and age < decisions.PROVEN_AFTER:
             self.counters.create_failures += 1
             error = SandboxLost(f"{slot.box.id} died {age:.1f} s after its creation: {reason}", reason=reason)
             self._failures.sandbox_failed(error, self._now(), slot.opened, died=True)

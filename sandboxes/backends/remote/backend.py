@@ -194,19 +194,13 @@ class RemoteBackend(Backend):
         return [server.status(owned[server.host]) for server in self._servers]
 
     async def list(self, labels: Mapping[str, str]) -> list[Observed]:
-        """Return the sandboxes on all servers that answer."""
+        """Return the sandboxes on all servers that are not down."""
         content = pack_json(dict(labels))
-        calls = [server.call("POST", "/v1/list", content) for server in self._reachable()]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        responses = [result for result in results if not isinstance(result, EngineUnavailable)]
-        if not responses:
+        calls = [_list(server, content) for server in self._reachable()]
+        found = await asyncio.gather(*calls)
+        if not any(server.up for server in self._servers):
             raise _no_server()
-        found: list[Observed] = []
-        for response in responses:
-            if isinstance(response, BaseException):
-                raise response
-            found += unpack(list[Observed], response)
-        return found
+        return [observed for some in found for observed in some]
 
     async def ask_all(
         self, method: str, path: str, content: bytes = b"", *, timeout: float = _TIMEOUT
@@ -319,6 +313,17 @@ class RemoteBackend(Backend):
 
 async def _inspect(server: ServerConnection, id: str) -> Observed:
     return unpack(Observed, await server.call("GET", f"/v1/sandboxes/{id}"))
+
+
+async def _list(server: ServerConnection, content: bytes) -> list[Observed]:
+    """Return the sandboxes on one server; none if it is down, since they are lost then."""
+    try:
+        return unpack(list[Observed], await server.call("POST", "/v1/list", content))
+    except EngineUnavailable:
+        await server.verdict()
+        if server.up:  # an incomplete list would show its sandboxes as removed
+            raise
+        return []
 
 
 def _channel(server: ServerConnection, id: str, response: bytes) -> tuple[SandboxSpec, Channel]:

@@ -17,6 +17,7 @@ from server_process import TOKEN, ServerProcess, relayed
 from agentkit.errors import EngineUnavailable, QuotaExceeded, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
+from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.testing.fake import FakeBackend
 
@@ -134,6 +135,8 @@ async def test_a_host_whose_server_is_killed_is_lost_at_once(servers: list[Serve
         healthy = asyncio.ensure_future(calls_of(kept, backend, stop))
         began = time.monotonic()
         one.end()
+        listed = {seen.id for seen in await backend.list({})}
+        assert (lost.id in listed, lost.loss) == (False, "engine_down")  # never missing before it is lost
         assert await work.lost(SLACK) < REFUSED + BUSY
         replacement = await Sandbox.create(SMALL, backend=backend)
         assert backend.host_of(replacement.id) == two.host
@@ -247,6 +250,34 @@ async def test_creations_on_a_lost_host_continue_on_another(tmp_path: Path) -> N
             assert {backend.host_of(box.id) for box in boxes} == {fast.host}
             for box in boxes:
                 await box.close()
+    finally:
+        for server in servers:
+            server.end()
+
+
+async def test_a_pool_replaces_the_sandboxes_of_a_lost_host_at_once(tmp_path: Path) -> None:
+    servers = [ServerProcess(tmp_path / name) for name in ("one", "two")]
+    one, two = servers
+    try:
+        async with connected(one.url, two.url) as backend, SandboxPool(backend=backend, min_idle=4) as pool:
+            await pool.wait_filled()
+            leases = [await pool.acquire() for _ in range(4)]
+            await pool.wait_filled()
+            one.end()
+            lost = [lease for lease in leases if lease.host == one.host]
+            await until(lambda: all(lease.failure for lease in lost))
+            began = time.monotonic()
+            for lease in lost:
+                lease.release()
+                lease = await pool.acquire()
+                assert lease.host == two.host
+                lease.release()
+            assert time.monotonic() - began < 1.0 + BUSY
+            stats = pool.stats()
+            assert (stats.failures, stats.breaker) == (0, "closed")
+            assert set(stats.counters.retired) <= {"engine_down", "used"}
+            for lease in leases:
+                lease.release()
     finally:
         for server in servers:
             server.end()
