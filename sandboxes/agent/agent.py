@@ -53,6 +53,8 @@ MAX_HOSTS = 4
 MAX_JOBS = 512
 MAX_RELAYS = 128
 KEPT_KEYS, KEPT_BYTES, FORGOTTEN_KEYS = 256, 16 << 20, 4096
+KEPT_OUTPUT = 1 << 16
+"""Bytes of sent output that are kept of a command that another host may resume."""
 MAX_DRAINS = 64
 SCAN_INTERVAL = 1.0
 OUTPUT_GRACE = 0.1
@@ -541,11 +543,12 @@ def run_file_work(work, fds, paths, limit, temporary):
 class InputWriter:
     """Buffered input for a pipe or socket."""
 
-    __slots__ = ("agent", "buffer", "close", "ended", "fd", "host", "id", "watched")
+    __slots__ = ("agent", "buffer", "close", "ended", "fd", "host", "id", "taken", "watched")
 
     def __init__(self, agent, host, id, fd, close):
         self.agent, self.host, self.id, self.fd, self.close = agent, host, id, fd, close
         self.buffer = bytearray()
+        self.taken = 0
         self.ended = self.watched = False
 
     def put(self, data):
@@ -554,6 +557,7 @@ class InputWriter:
         if len(self.buffer) + len(data) > WINDOW:
             raise Malformed("more input than was asked for")
         self.buffer += data
+        self.taken += len(data)
         self.write()
 
     def end(self):
@@ -593,7 +597,7 @@ class InputWriter:
 class JobOutput:
     """One output stream of a job: the beginning until it is sent, the end until the job has ended."""
 
-    __slots__ = ("fd", "head", "kept", "kind", "reading", "streamed", "tail", "total")
+    __slots__ = ("fd", "head", "kept", "kind", "reading", "recent", "streamed", "tail", "total")
 
     def __init__(self, fd, kind, streamed):
         self.fd, self.kind, self.streamed = fd, kind, streamed
@@ -601,6 +605,13 @@ class JobOutput:
         self.tail = bytearray()
         self.kept = self.total = 0
         self.reading = False
+        self.recent = bytearray()
+
+    def sent(self, data):
+        """Keep the end of what was sent, for a host that did not receive it."""
+        self.total += len(data)
+        self.recent += data
+        del self.recent[:-KEPT_OUTPUT]
 
     def take(self, data, limit):
         self.total += len(data)
@@ -622,9 +633,9 @@ class Job:
     """A command or file operation, from its start until its result was sent."""
 
     __slots__ = (
-        "agent", "born", "credit", "deadline", "flush_at", "grace", "host", "id", "input", "key", "kill_end", "limit",
-        "number", "oom_before", "operation", "outputs", "pid", "started", "status", "stopped", "tainted", "temporary",
-        "timed_out", "waiters", "wake",
+        "agent", "born", "credit", "deadline", "end", "flush_at", "grace", "host", "id", "input", "key", "kill_end",
+        "limit", "linger", "number", "oom_before", "operation", "outputs", "pid", "started", "status", "stopped",
+        "suspended", "tainted", "temporary", "timed_out", "waiters", "wake",
     )  # fmt: skip
 
     def __init__(self, agent, host, id, operation, key, timeout, limit):
@@ -634,7 +645,9 @@ class Job:
         self.credit = None if operation == b"exec" else limit
         """Bytes that may still be sent; None if output is collected."""
         self.started = time.monotonic()
-        self.deadline = self.started + timeout
+        self.deadline = self.end = self.started + timeout
+        self.linger = 0
+        """Seconds until a command without a host is killed."""
         self.wake = self.deadline
         self.pid = self.status = self.kill_end = self.input = self.temporary = None
         self.grace = self.flush_at = NEVER
@@ -642,7 +655,7 @@ class Job:
         self.number = None
         self.stopped = set()
         self.outputs = []
-        self.timed_out = self.tainted = False
+        self.timed_out = self.tainted = self.suspended = False
         self.oom_before = agent.cgroup.oom_kills()
 
     # Starting
@@ -737,6 +750,43 @@ class Job:
             if output.fd is not None and not output.reading:
                 self.listen(output)
 
+    def suspend(self):
+        """Hold the output back until another host resumes the command; kill it if none does."""
+        self.suspended = True
+        self.credit = 0
+        self.deadline = min(self.end, time.monotonic() + self.linger)
+        for output in self.outputs:
+            if output.fd is not None:
+                self.pause(output)
+        self.plan()
+
+    def move(self, host, id, received, window):
+        """Continue with ``host``, which has received these numbers of bytes. Raises ``Refused`` if some are gone."""
+        missing = [output.total - count for output, count in zip(self.outputs, received)]  # noqa: B905  (Python 3.8)
+        known = all(0 <= count <= len(out.recent) for count, out in zip(missing, self.outputs))  # noqa: B905
+        if not known or sum(missing) > window:
+            raise Refused(FORGOTTEN, 0)
+        self.host.jobs.pop(self.id, None)
+        host.jobs[id] = self
+        self.host, self.id, self.waiters = host, id, [(host, id, window)]
+        self.suspended = False
+        self.deadline = self.end
+        taken, waiting = 0, 0
+        if self.input is not None:
+            self.input.host, self.input.id = host, id
+            taken, waiting = self.input.taken, len(self.input.buffer)
+        host.send(STARTED, id, pack(taken, waiting))
+        if self.input is None or self.input.fd is None:
+            host.send(INPUT_END, id)
+        for output, count in zip(self.outputs, missing):  # noqa: B905
+            if count:
+                host.stream(output.kind, id, output.recent[-count:])
+        self.credit = window - sum(missing)
+        self.resume()
+        self.plan()
+        if self.status is not None:
+            self.conclude()
+
     def read(self, output):
         """Read once; return whether there was data, or the end of the stream."""
         size = READ
@@ -760,6 +810,8 @@ class Job:
                 self.conclude()
         elif output.streamed:
             self.credit -= len(data)  # pyright: ignore[reportOperatorIssue]
+            if self.key:
+                output.sent(data)
             self.host.send(output.kind, self.id, data)
         else:
             output.take(data, self.limit if self.credit is None else READ)
@@ -796,7 +848,8 @@ class Job:
                 self.timed_out = True
                 self.kill()
         elif self.grace <= now:
-            if now < self.deadline and any(out.fd is not None and not out.reading for out in self.outputs):
+            held = any(out.fd is not None and not out.reading for out in self.outputs)
+            if now < self.deadline and (held or self.suspended):
                 self.grace = now + OUTPUT_GRACE  # the host has not received all output yet
             else:
                 self.finish()
@@ -816,7 +869,9 @@ class Job:
             self.plan()
 
     def conclude(self):
-        if self.kill_end is None and self in self.agent.jobs and all(out.fd is None for out in self.outputs):
+        if self.kill_end is not None or self.suspended or self not in self.agent.jobs:
+            return
+        if all(out.fd is None for out in self.outputs):
             self.finish()
 
     # Killing
@@ -1162,6 +1217,9 @@ class HostConnection:
                 raise Refused(failure(error.errno), error.errno)  # noqa: B904
             self.send(DONE, id, pack(0, 0, 0, 0.0, output, b""))
             return
+        if operation == b"resume":
+            self.take_over(id, key, words, limit)
+            return
         if operation not in FILE_WORK and operation != b"exec" and operation != b"spawn":
             raise Refused(BAD_REQUEST, errno.ENOSYS)
         if key and self.repeated(id, key, limit):
@@ -1169,6 +1227,8 @@ class HostConnection:
         if len(agent.jobs) >= MAX_JOBS:
             raise Refused(RESOURCES, errno.EAGAIN)
         job = Job(agent, self, id, operation, key, timeout, limit)
+        if operation == b"spawn":
+            job.linger, number = number, 0
         job.start(words, strings(env), cwd, number, stdin, complete)
         self.jobs[id] = job
         agent.jobs.add(job)
@@ -1179,11 +1239,22 @@ class HostConnection:
             self.send(STARTED, id, pack(job.pid))
         agent.wake_at(job.wake)
 
+    def take_over(self, id, key, words, window):
+        """Continue a command that another host has spawned with this key."""
+        job = self.agent.running.get(key)
+        if job is None or job.operation != b"spawn":
+            raise Refused(FORGOTTEN, 0)
+        if len(words) != 2 or not all(word.isdigit() for word in words):
+            raise Refused(BAD_REQUEST, errno.EINVAL)
+        job.move(self, id, [int(word) for word in words], window)
+
     def repeated(self, id, key, limit):
         """Return whether a job with this key runs or ran; its result then answers this request."""
         agent = self.agent
         if key in agent.running:
             job = agent.running[key]
+            if job.operation == b"spawn":
+                raise Refused(BAD_REQUEST, errno.EEXIST)
             job.waiters.append((self, id, limit))
             self.jobs[id] = job
         elif key in agent.kept:
@@ -1208,7 +1279,9 @@ class HostConnection:
         for job in set(self.jobs.values()):
             job.waiters = [waiter for waiter in job.waiters if waiter[0] is not self]
             # A job with a key may be asked for again by a host that comes back.
-            if job.key:
+            if job.key and job.operation == b"spawn":
+                job.suspend()
+            elif job.key:
                 job.resume()
             else:
                 job.grant(NEVER)

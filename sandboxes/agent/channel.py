@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import re
 import secrets
@@ -80,13 +81,38 @@ class AgentChannel(Channel):
             raise
         return result(done, kept["stdout"], kept["stderr"])
 
-    async def spawn(self, request: ExecRequest) -> Process:
-        """As in ``Channel``; standard input stays open after ``request.stdin``. Idempotency keys are for ``exec``."""
-        if request.idempotency_key:
+    async def spawn(self, request: ExecRequest, *, linger: float = 0.0) -> Process:
+        """As in ``Channel``; standard input stays open after ``request.stdin``.
+
+        Args:
+            request: the command. An idempotency key needs ``linger``.
+            linger: seconds for which the command continues after the loss of this channel, so that another one can
+                ``resume`` it by its key. Its output is held back meanwhile.
+        """
+        if request.idempotency_key and not linger:
             raise UnsupportedFeature("spawn does not accept an idempotency key; use exec")
+        return (await self._stream_of(request, "spawn", number=math.ceil(linger)))[0]
+
+    async def resume(self, request: ExecRequest, received: tuple[int, int]) -> tuple[Process, int]:
+        """Take over the command that was spawned with the idempotency key of ``request``.
+
+        Args:
+            request: as it was spawned.
+            received: numbers of bytes of standard output and standard error that were received; what was sent after
+                them is sent again.
+
+        Returns:
+            The command, and the number of bytes of standard input that it has taken.
+
+        Raises:
+            SandboxError: there is no such command, or it has sent too much since then.
+        """
+        return await self._stream_of(request, "resume", arguments=[b"%d" % count for count in received])
+
+    async def _stream_of(self, request: ExecRequest, operation: str, **options: Any) -> tuple[Process, int]:
         window = max(1, min(request.output_limit, _STREAM))
         output = OutputQueue(window)
-        call = self._start("spawn", request, window, output.take)
+        call = self._start(operation, request, window, output.take, **options)
         output.attach(call)
         try:
             await asyncio.wait([call.started, call.done], return_when=asyncio.FIRST_COMPLETED)
@@ -95,22 +121,30 @@ class AgentChannel(Channel):
             raise
         if call.started.cancelled():
             raise self._violated(f"the agent reported the end of a command that it had not started: {call.what}")
-        call.started.result()
-        return AgentProcess(call, output, request.output_limit)
+        return AgentProcess(call, output, request.output_limit), call.started.result()
 
-    def _start(self, operation: str, request: ExecRequest, window: int, take: Any) -> Call:
+    def _start(
+        self,
+        operation: str,
+        request: ExecRequest,
+        window: int,
+        take: Any,
+        arguments: list[bytes] | None = None,
+        number: int = 0,
+    ) -> Call:
         return self._connection.run(
             f"{request.argv[0]!r} in {request.cwd}",
             operation,
-            [os.fsencode(word) for word in request.argv],
+            [os.fsencode(word) for word in request.argv] if arguments is None else arguments,
+            number=number,
             env=[os.fsencode(f"{name}={value}") for name, value in request.env.items()],
             cwd=request.cwd,
             timeout=request.timeout,
             window=window,
             limit=request.output_limit if operation == "exec" else window,
             key=request.idempotency_key or "",
-            stdin=request.stdin,
-            more_input=operation == "spawn",
+            stdin=request.stdin if arguments is None else b"",
+            more_input=operation != "exec",
             take=take,
         )
 

@@ -77,6 +77,8 @@ class Call:
         self._window = window
         self.done: asyncio.Future[JobResult] = connection.loop.create_future()
         self.done.add_done_callback(retrieve)
+        self.resumes = False
+        """The call takes over a command that runs already."""
         self.started: asyncio.Future[int] = connection.loop.create_future()
         self.started.add_done_callback(retrieve)
         self._input: deque[memoryview] = deque()
@@ -267,6 +269,7 @@ class AgentConnection(asyncio.Protocol):
         )
         if len(payload) > protocol.MAX_PAYLOAD:
             raise CommandNotFound(f"cannot run {what}: its arguments and environment are {len(payload)} bytes long")
+        call.resumes = operation == "resume"
         self._calls[call.id] = call
         call.used(len(inline))
         self.send(Kind.RUN, call.id, payload)
@@ -404,10 +407,13 @@ class AgentConnection(asyncio.Protocol):
         elif kind == Kind.INPUT_END:
             call.break_input()
         elif kind == Kind.STARTED:
-            (pid,) = protocol.unpack(payload, "i")
+            number, waiting = protocol.unpack(payload, "ii") if call.resumes else (*protocol.unpack(payload, "i"), 0)
             if call.started.done():
                 raise ProtocolError("the agent started one program twice")
-            call.started.set_result(pid)
+            if not 0 <= waiting <= WINDOW:
+                raise ProtocolError(f"the agent reported {waiting} bytes of waiting input")
+            call.used(waiting)
+            call.started.set_result(number)
         elif kind == Kind.DONE:
             done = JobResult(*protocol.unpack(payload, "iiifbb"))
             if not (-1 <= done.code <= 255 and 0 <= done.signal <= 64 and 0 <= done.flags < 16 and done.duration >= 0):

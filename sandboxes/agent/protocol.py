@@ -44,7 +44,8 @@ class Kind(IntEnum):
     RUN = 4
     """→ operation and its arguments: starts a job."""
     STARTED = 5
-    """← process id: the program of a streaming job runs."""
+    """← process id: the program of a streaming job runs. For a ``resume``: the bytes of input that the job has taken,
+    and how many of them its program has not read."""
     INPUT = 6
     """→ raw bytes for a job's standard input, or for a relayed connection."""
     INPUT_END = 7

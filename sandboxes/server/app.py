@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -22,9 +23,17 @@ from urllib.parse import parse_qsl
 
 import uvicorn
 
-from agentkit.errors import AccessDenied, ConfigError, ProtocolError, QuotaExceeded, SandboxError
+from agentkit.errors import (
+    AccessDenied,
+    ConfigError,
+    EngineUnavailable,
+    ProtocolError,
+    QuotaExceeded,
+    SandboxError,
+)
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.agent import protocol
+from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.agent.protocol import Kind
 from agentkit.sandboxes.backend import Backend, Channel, Process
 from agentkit.sandboxes.backends import backend as backend_named
@@ -50,6 +59,7 @@ from agentkit.sandboxes.server.state import ServerState
 from agentkit.sandboxes.server.tenants import Operation, Tenants
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.tasks import tracked
+from agentkit.sandboxes.types import ExecRequest
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +68,13 @@ _KEEP_ALIVE = 75
 _STOP_SECONDS = 3
 KEEP_SECONDS = 120.0
 """Seconds for which sandboxes wait for the next process of their server."""
+
+
+_ALWAYS = ("calls", "status", "drain", "boot")
+"""Calls that are answered until the end."""
+
+Cause = Callable[[Exception], Exception]
+"""Returns the error that a client gets; see ``SandboxSessions.cause``."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,8 @@ class SandboxApp:
         self._sessions = sessions
         self._operation = operation
         self._processes: dict[str, Process] = {}
+        self._run_id = secrets.token_hex(4)
+        """Distinguishes the commands of this process of the server from those of earlier ones."""
 
     async def __call__(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         parts = tuple(scope["path"].removeprefix("/v1/").split("/"))
@@ -108,6 +127,7 @@ class SandboxApp:
             call = _Call(scope["method"], parts, query, dict(scope["headers"]), body, receive)
             response, status = await self._dispatch(call), 200
         except Exception as error:
+            error = self._sessions.cause(error)
             response, status = pack_error(error), _status(error)
             scope[ERROR] = type(error).__name__
         if isinstance(response, _Stream):
@@ -120,6 +140,8 @@ class SandboxApp:
             await _send(send, _status(error), pack_error(error))
 
     async def _dispatch(self, call: _Call) -> bytes | _Stream:
+        if call.parts[0] not in _ALWAYS:
+            self._sessions.check_accepting()
         match call.method, *call.parts:
             case "POST", "channels", key, verb:
                 return await self._channel_call(call, key, verb)
@@ -186,15 +208,22 @@ class SandboxApp:
             check_amount(self._sessions.policy, "output", request.output_limit)
             channel = await self._sessions.channel(key)
             if verb == "spawn":
-                return self._process_stream(await self._run(call, channel.spawn(request)))
+                return self._process_stream(await self._run(call, self._spawn(channel, request)))
             detached = request.idempotency_key is not None
             return pack_result(await self._run(call, channel.exec(request), detached=detached))
+        if verb == "resume":
+            channel = await self._sessions.channel(key)
+            if not isinstance(channel, AgentChannel):
+                raise _unknown(call)
+            received = (call.integer("stdout"), call.integer("stderr"))
+            resumed = await self._run(call, channel.resume(unpack_request(call.body), received))
+            return self._process_stream(*resumed)
         path, number, data = unpack_arguments(call.body)
         channel = await self._sessions.channel(key)
         match verb:
             case "read":
                 check_amount(self._sessions.policy, "file", number)
-                return _Stream(_file_frames(channel, path, int(number)))
+                return _Stream(_file_frames(channel, path, int(number), self._sessions.cause))
             case "write":
                 work = channel.write(path, data, int(number))
             case "list":
@@ -213,20 +242,30 @@ class SandboxApp:
                 raise _unknown(call)
         return pack_json(await self._run(call, work))
 
-    def _process_stream(self, process: Process) -> _Stream:
-        handle = paths.new_id()
+    async def _spawn(self, channel: Channel, request: ExecRequest) -> Process:
+        if request.idempotency_key is not None and isinstance(channel, AgentChannel):
+            return await channel.spawn(request, linger=self._sessions.linger(channel))
+        return await channel.spawn(request)
+
+    def _process_stream(self, process: Process, taken: int = 0) -> _Stream:
+        """Return the stream of a running command. ``taken``: bytes of input that it has taken."""
+        handle = f"{self._run_id}-{paths.new_id()}"
         self._processes[handle] = process
 
         def close() -> None:
             del self._processes[handle]
             self._sessions.background(_kill(process))
 
-        return _Stream(_process_frames(handle, process), close)
+        return _Stream(_process_frames(f"{handle} {taken}", process, self._sessions.cause), close)
 
     async def _process_call(self, call: _Call, handle: str, verb: str) -> None:
         process = self._processes.get(handle)
         if verb not in ("input", "end", "kill"):
             raise _unknown(call)
+        if process is None and not handle.startswith(self._run_id):
+            error = EngineUnavailable("the sandbox server was restarted; resume the command", restarting=True)
+            error.side_effects = "maybe"  # not to be sent again
+            raise error
         if process is None:
             if verb == "input":
                 raise BrokenPipeError("the command has ended")
@@ -252,9 +291,9 @@ async def _lines(queue: asyncio.Queue[bytes | None]) -> AsyncGenerator[bytes, No
         yield line
 
 
-async def _process_frames(handle: str, process: Process) -> AsyncGenerator[bytes, None]:
-    """Yield a running command as frames: its handle, its output and its result."""
-    yield protocol.encode(Kind.STARTED, 0, handle.encode())
+async def _process_frames(started: str, process: Process, cause: Cause) -> AsyncGenerator[bytes, None]:
+    """Yield a running command as frames: its handle and the input that it has taken, its output and its result."""
+    yield protocol.encode(Kind.STARTED, 0, started.encode())
     try:
         async for stream, data in process:
             kind = Kind.OUTPUT if stream == "stdout" else Kind.ERRORS
@@ -262,10 +301,10 @@ async def _process_frames(handle: str, process: Process) -> AsyncGenerator[bytes
                 yield protocol.encode(kind, 0, piece)
         yield protocol.encode(Kind.DONE, 0, pack_result(await process.wait()))
     except Exception as error:
-        yield protocol.encode(Kind.FAIL, 0, pack_error(error)[: protocol.MAX_PAYLOAD])
+        yield protocol.encode(Kind.FAIL, 0, pack_error(cause(error))[: protocol.MAX_PAYLOAD])
 
 
-async def _file_frames(channel: Channel, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+async def _file_frames(channel: Channel, path: str, limit: int, cause: Cause) -> AsyncGenerator[bytes, None]:
     """Yield the content of a file as frames, then whether it is complete."""
     try:
         async with contextlib.aclosing(channel.stream(path, limit)) as content:
@@ -274,7 +313,7 @@ async def _file_frames(channel: Channel, path: str, limit: int) -> AsyncGenerato
                     yield protocol.encode(Kind.OUTPUT, 0, piece)
         yield protocol.encode(Kind.DONE, 0)
     except Exception as error:
-        yield protocol.encode(Kind.FAIL, 0, pack_error(error)[: protocol.MAX_PAYLOAD])
+        yield protocol.encode(Kind.FAIL, 0, pack_error(cause(error))[: protocol.MAX_PAYLOAD])
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

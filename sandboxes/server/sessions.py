@@ -16,12 +16,13 @@ import contextlib
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentkit.errors import InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
+from agentkit.errors import EngineUnavailable, InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
 from agentkit.sandboxes import paths
+from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.reaper.registration import Registration
 from agentkit.sandboxes.server.host import Host
@@ -42,6 +43,8 @@ _RECENT = 10_000
 _QUEUE_LINES = 1000
 """Lines that may wait for a client; a client that falls further behind has to reconnect."""
 _STOP_SECONDS = 30.0
+_DRAIN_SECONDS = 2.0
+"""Seconds that running calls get before a restart; then they are cut."""
 
 
 @dataclass(eq=False)
@@ -108,10 +111,14 @@ class SandboxSessions:
         self._removed = _Recent()
         self._cancelled_calls = _Recent()
         self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._detached: set[str] = set()
+        """Calls that continue without their clients."""
         self._snapshots: dict[str, StoredSnapshot] = {}
         self._subscribers: dict[asyncio.Queue[bytes | None], str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._restarting: EngineUnavailable | None = None
+        """What new calls get before a restart."""
         self.expired = 0
         """Sandboxes that were removed because their time to live ended or their clients were gone."""
 
@@ -124,29 +131,55 @@ class SandboxSessions:
         """Start the background tasks. The back end has started."""
         self.background(self._expire_sessions())
 
-    async def stop(self, *, keep: bool = False) -> None:
-        """Remove everything within 30 s; the reaper removes the rest.
-
-        Args:
-            keep: leave the sandboxes and snapshots to the next process of the server.
-        """
+    async def stop(self) -> None:
+        """Remove everything within 30 s; the reaper removes the rest."""
         self._stopping = True
-        self.disconnect()
-        tasks = [*self._calls.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_STOP_SECONDS / 3)
-        if not keep:
-            await self._remove_all()
-
-    async def _remove_all(self) -> None:
+        await self._end_work([*self._calls.values(), *self._tasks])
         removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
         removals += [asyncio.ensure_future(self.discard(id)) for id in list(self._snapshots)]
         if removals:
             _, late = await asyncio.wait(removals, timeout=_STOP_SECONDS / 2)
             for task in late:
                 task.cancel()
+
+    async def hand_over(self) -> None:
+        """Announce a restart, wait for running calls, and leave everything to the next process of the server.
+
+        Commands with an idempotency key continue in their sandboxes. What else still runs after ``_DRAIN_SECONDS`` is
+        killed.
+        """
+        assert self._files is not None
+        keep = self._files.keep
+        self._restarting = EngineUnavailable("the sandbox server restarts", restarting=keep)
+        self._broadcast(restarting=keep)
+        if self._calls:
+            await asyncio.wait({*self._calls.values()}, timeout=_DRAIN_SECONDS)
+        self._stopping = True
+        cut = [task for call, task in self._calls.items() if call not in self._detached]
+        await self._end_work([*cut, *self._tasks])
+        for _, channel in [*self._channels.values()]:
+            await channel.close()
+
+    async def _end_work(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Cancel tasks and end the event streams."""
+        self.disconnect()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_SECONDS / 3)
+
+    def check_accepting(self) -> None:
+        """Raise ``EngineUnavailable`` if a restart was announced: the call must wait for the next process."""
+        if self._restarting is not None:
+            raise EngineUnavailable(str(self._restarting), **self._restarting.details)
+
+    def cause(self, error: Exception) -> Exception:
+        """Return the error of a call for its client: not how a restart has cut it, but that it did."""
+        if not self._stopping or self._restarting is None:
+            return error
+        cut = EngineUnavailable("the sandbox server restarted during the call", **self._restarting.details)
+        cut.side_effects = "maybe"
+        return cut
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run ``work`` to its end and log its failure."""
@@ -168,6 +201,8 @@ class SandboxSessions:
                 disconnected.close()
             raise SandboxError("the call was cancelled")
         task = self._calls[call] = asyncio.ensure_future(work)
+        if disconnected is None:
+            self._detached.add(call)
         watch = None if disconnected is None else asyncio.ensure_future(disconnected)
         try:
             await asyncio.wait({task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,6 +213,7 @@ class SandboxSessions:
                 task.cancel()
                 await asyncio.wait({task})
             del self._calls[call]
+            self._detached.discard(call)
         if task.cancelled():
             raise SandboxError("the call was cancelled")
         return task.result()
@@ -314,9 +350,15 @@ class SandboxSessions:
 
     def describe(self, session: SandboxSession) -> bytes:
         """Encode the data that a client needs to use a sandbox."""
-        isolation = self._channels[session.key][1].isolation if session.key in self._channels else ""
+        channel = self._channels[session.key][1] if session.key in self._channels else None
+        isolation = "" if channel is None else channel.isolation
+        resumes = channel is not None and self.linger(channel) > 0
         spec = session.spec.model_dump(mode="json")
-        return pack_json({"channel": session.key, "isolation": isolation, "spec": spec})
+        return pack_json({"channel": session.key, "isolation": isolation, "spec": spec, "resumes": resumes})
+
+    def linger(self, channel: Channel) -> float:
+        """Return the seconds for which commands of ``channel`` wait for the next process of the server."""
+        return self._files.keep if self._files is not None and isinstance(channel, AgentChannel) else 0.0
 
     # Snapshots
 

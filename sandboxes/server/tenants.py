@@ -129,7 +129,8 @@ class Tenants:
             keep: leave them to the next process of the server.
         """
         await stopped(set(self._tasks))
-        await asyncio.gather(*[tenant.sessions.stop(keep=keep) for tenant in self._tenants.values()])
+        sessions = [tenant.sessions for tenant in self._tenants.values()]
+        await asyncio.gather(*[each.hand_over() if keep else each.stop() for each in sessions])
         await self._backend.close()
         if self._files is not None:
             self._files.close(keep=keep)

@@ -328,7 +328,9 @@ async def _list(server: ServerConnection, content: bytes) -> list[Observed]:
 
 def _channel(server: ServerConnection, id: str, response: bytes) -> tuple[SandboxSpec, Channel]:
     fields = unpack(dict[str, Any], response)
-    channel = RemoteChannel(server, id, str(fields.get("channel")), str(fields.get("isolation")))
+    channel = RemoteChannel(
+        server, id, str(fields.get("channel")), str(fields.get("isolation")), fields.get("resumes") is True
+    )
     return unpack(SandboxSpec, pack_json(fields.get("spec"))), channel
 
 

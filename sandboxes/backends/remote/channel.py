@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from agentkit.errors import EngineUnavailable, ProtocolError, SandboxLost
+from agentkit.errors import EngineUnavailable, ProtocolError, SandboxError, SandboxLost
 from agentkit.sandboxes.agent import protocol
 from agentkit.sandboxes.agent.protocol import Decoder, Frame, Kind
 from agentkit.sandboxes.backend import Channel, Process
@@ -38,8 +39,10 @@ _UNEXPLAINED = ("closed", "engine_down", "hung", "frozen")
 class RemoteChannel(Channel):
     """The channel of one generation of a sandbox on ``server``."""
 
-    def __init__(self, server: ServerConnection, id: str, key: str, isolation: str) -> None:
+    def __init__(self, server: ServerConnection, id: str, key: str, isolation: str, resumes: bool = False) -> None:
         self.isolation = isolation
+        self._resumes = resumes
+        """Running commands survive a restart of the server."""
         self.lost = asyncio.get_running_loop().create_future()
         self._server = server
         self._id = id
@@ -67,8 +70,10 @@ class RemoteChannel(Channel):
             return await self.guarded(work())
 
     async def spawn(self, request: ExecRequest) -> Process:
-        process = RemoteProcess(self, self._server, request)
-        await self.guarded(process.start(f"{self._path}/spawn"))
+        if self._resumes and request.idempotency_key is None:
+            request = dataclasses.replace(request, idempotency_key=secrets.token_hex(16))
+        process = RemoteProcess(self, self._server, request, self._path)
+        await self.guarded(process.start())
         return process
 
     async def read(self, path: str, limit: int) -> bytes:
@@ -158,12 +163,24 @@ class RemoteChannel(Channel):
 
 
 class RemoteProcess(Process):
-    """A running command on a server. A task reads its frames, at most ``output_limit`` bytes ahead of the reader."""
+    """A running command on a server. A task reads its frames, at most ``output_limit`` bytes ahead of the reader.
 
-    def __init__(self, channel: RemoteChannel, server: ServerConnection, request: ExecRequest) -> None:
+    When the server restarts, the command continues if it has an idempotency key. Both sides count the bytes of each
+    stream, so that nothing is lost or repeated; if that is not possible, the command fails as cut by the restart.
+    """
+
+    def __init__(
+        self, channel: RemoteChannel, server: ServerConnection, request: ExecRequest, channel_path: str
+    ) -> None:
         self._channel = channel
         self._server = server
         self._request = request
+        self._channel_path = channel_path
+        self._received = {Kind.OUTPUT: 0, Kind.ERRORS: 0}
+        self._sent = len(request.stdin)
+        """Bytes of input that the command has taken."""
+        self._fresh = True
+        """The present response has not begun."""
         self._limit = max(request.output_limit, 1)
         self._path = ""
         self._chunks: deque[tuple[Stream, bytes]] = deque()
@@ -173,9 +190,9 @@ class RemoteProcess(Process):
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writing = asyncio.Lock()
 
-    async def start(self, path: str) -> None:
+    async def start(self) -> None:
         """Return when the command runs."""
-        self._reader = asyncio.ensure_future(self._read(path))
+        self._reader = asyncio.ensure_future(self._read())
         try:
             await asyncio.shield(self._started)
         except BaseException:
@@ -199,14 +216,34 @@ class RemoteProcess(Process):
     async def write(self, data: bytes) -> None:
         async with self._writing:
             for start in range(0, len(data), protocol.CHUNK):
-                await self._call("input", data[start : start + protocol.CHUNK])
+                await self._write(data[start : start + protocol.CHUNK])
+
+    async def _write(self, data: bytes) -> None:
+        end = self._sent + len(data)
+        while self._sent < end:  # again after a restart: what the command has not taken
+            path = self._path
+            try:
+                await self._call("input", data[self._sent - end :])
+                self._sent = end
+            except EngineUnavailable as error:
+                if not await self._resumed(path, error):
+                    raise
 
     async def close_stdin(self) -> None:
         async with self._writing:
-            await self._call("end")
+            await self._control("end")
 
     async def kill(self, signal: int = 9) -> None:
-        await self._call("kill", number=signal)
+        await self._control("kill", number=signal)
+
+    async def _control(self, verb: str, **query: Any) -> None:
+        while True:
+            path = self._path
+            try:
+                return await self._call(verb, **query)
+            except EngineUnavailable as error:
+                if not await self._resumed(path, error):
+                    raise
 
     async def wait(self) -> ExecResult:
         stdout, stderr = Capture(self._limit), Capture(self._limit)
@@ -227,21 +264,20 @@ class RemoteProcess(Process):
             self._server.call("POST", f"{self._path}/{verb}", content, timeout=self._request.timeout, **query)
         )
 
-    async def _read(self, path: str) -> None:
+    async def _read(self) -> None:
         """Read the frames until the command or the connection ends."""
         end: ExecResult | Exception = ProtocolError(f"{self._server.url} did not send the result of a command")
         try:
-            content = pack_request(self._request)
-            async with self._server.exchange("POST", path, content, timeout=self._request.timeout) as response:
-                end = await self._read_frames(response) or end
+            end = await self._read_stream("spawn")
+            while isinstance(end, EngineUnavailable) and self._resumable(end) and self._started.done():
+                counts = {"stdout": self._received[Kind.OUTPUT], "stderr": self._received[Kind.ERRORS]}
+                resumed = await self._read_stream("resume", **counts)
+                if self._fresh and not isinstance(resumed, EngineUnavailable):
+                    break  # the sandbox does not know the command, or not its latest output
+                end = resumed
         except asyncio.CancelledError:
             end = self._channel.loss() if self._channel.lost.done() else SandboxLost("the call was cancelled")
             raise
-        except EngineUnavailable as error:
-            end = error
-            await self._server.verdict()
-        except Exception as error:
-            end = error
         finally:
             if isinstance(end, EngineUnavailable) and self._channel.lost.done():
                 end = self._channel.loss()
@@ -251,6 +287,32 @@ class RemoteProcess(Process):
                 self._started.set_exception(failure)
                 self._started.exception()
             await finished(self._notify())
+
+    async def _read_stream(self, verb: str, **query: Any) -> ExecResult | Exception:
+        """Read the frames of one response; return how it ended."""
+        self._fresh = True
+        try:
+            content, path = pack_request(self._request), f"{self._channel_path}/{verb}"
+            async with self._server.exchange("POST", path, content, timeout=self._request.timeout, **query) as response:
+                end = await self._read_frames(response)
+            return end or ProtocolError(f"{self._server.url} did not send the result of a command")
+        except EngineUnavailable as error:
+            await self._server.verdict()
+            return error
+        except Exception as error:
+            return error
+
+    def _resumable(self, error: EngineUnavailable) -> bool:
+        """Return whether ``error`` is a restart of the server over which the command continues."""
+        return self._request.idempotency_key is not None and "restarting" in error.details
+
+    async def _resumed(self, path: str, error: EngineUnavailable) -> bool:
+        """Wait until the command, which was at ``path``, is resumed or has failed; return whether it is resumed."""
+        if not self._resumable(error):
+            return False
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._path != path or self._end is not None)
+        return self._path != path
 
     async def _read_frames(self, response: Response) -> ExecResult | Exception | None:
         async for frame in _frames(response):
@@ -262,18 +324,33 @@ class RemoteProcess(Process):
         return None
 
     async def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.STARTED and not self._started.done():
-            self._path = f"/v1/processes/{frame.payload.decode('ascii', 'replace')}"
-            self._started.set_result(None)
-            self._channel.lost.add_done_callback(self._on_lost)
+        if frame.kind == Kind.STARTED and self._fresh:
+            handle, _, taken = frame.payload.decode("ascii", "replace").partition(" ")
+            await self._begin(f"/v1/processes/{handle}", int(taken or 0))
         elif frame.kind in (Kind.OUTPUT, Kind.ERRORS):
             async with self._changed:
                 self._chunks.append(("stdout" if frame.kind == Kind.OUTPUT else "stderr", frame.payload))
                 self._buffered += len(frame.payload)
+                self._received[frame.kind] += len(frame.payload)
                 self._changed.notify_all()
                 await self._changed.wait_for(lambda: self._buffered < self._limit)
         else:
             raise ProtocolError(f"unexpected frame of kind {frame.kind} from {self._server.url}")
+
+    async def _begin(self, path: str, taken: int) -> None:
+        """The command runs, or continues and has taken this number of bytes of input."""
+        self._fresh = False
+        if self._started.done():
+            if taken < self._sent:
+                raise SandboxError(
+                    f"{self._sent - taken} bytes of input were lost in the restart of {self._server.url}"
+                )
+            self._sent = taken
+        else:
+            self._started.set_result(None)
+            self._channel.lost.add_done_callback(self._on_lost)
+        self._path = path
+        await self._notify()
 
     def _on_lost(self, lost: asyncio.Future[str]) -> None:
         if lost.result() != "closed":

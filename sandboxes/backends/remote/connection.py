@@ -3,7 +3,7 @@
 Invariant: a call is sent once. If its connection breaks after it was sent, it fails with ``side_effects="maybe"``
 and is not repeated here. Cancelling a call cancels it on the server before the cancellation continues. When the server
 counts as down (``health.py``) or was restarted, all channels of this client to it are lost; while it is down, calls
-fail at once and removals wait for its return.
+fail at once and removals wait for its return. While it restarts as it has announced, calls wait for its return.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class HostStatus:
     url: str
     host: str
     """``host:port``, as in ``Backend.host_of``."""
-    state: Literal["up", "unschedulable", "silent", "down"]
-    """``unschedulable``: it answers, but accepts no new sandboxes; ``silent``: it may be down."""
+    state: Literal["up", "unschedulable", "silent", "restarting", "down"]
+    """``unschedulable``: it answers, but accepts no new sandboxes; ``silent``: it may be down; ``restarting``: it has
+    announced that it will be back."""
     reason: str
     """Why it is not up."""
     used: int
@@ -98,6 +99,9 @@ class ServerConnection:
         self.on_event: Callable[[dict[str, Any] | None], None] = lambda event: None
         self._error: Exception | None = None
         self._settled = asyncio.Event()
+        self._returned = asyncio.Event()
+        """Cleared while the server restarts."""
+        self._returned.set()
         self._streaming = False
         self._down = True
         """Whether the channels were lost because the server is down."""
@@ -152,6 +156,7 @@ class ServerConnection:
         await stopped(self._tasks)
         # Calls are not cancelled one by one: the server notices that the connections end.
         self._http.close()
+        self._returned.set()
         self.lose_all("closed")
 
     async def call(
@@ -189,18 +194,26 @@ class ServerConnection:
         """Send a call whose response is read within the context. Raises like ``call``."""
         if len(content) > self.max_body:
             raise over_limit(f"{len(content)} bytes are more than the {self.max_body} that {self.url} accepts at once")
-        if self._http.closed:
-            raise self.unavailable("this back end is closed")
-        if not self.up:
-            raise self.unavailable(self.health.reason)
         call = secrets.token_hex(16)
         headers = {CALL_HEADER: call}
-        request = self._http.request(method, path, content, silence=timeout + _CALL, headers=headers, query=query)
         try:
-            async with request as response:
-                if response.status != 200:
-                    raise self._error_of(response.status, await self._body(response, _MAX_ERROR))
-                yield response
+            while True:
+                await self._check_callable()
+                async with contextlib.AsyncExitStack() as stack:
+                    request = self._http.request(
+                        method, path, content, silence=timeout + _CALL, headers=headers, query=query
+                    )
+                    try:
+                        response = await stack.enter_async_context(request)
+                        if response.status != 200:
+                            raise self._error_of(response.status, await self._body(response, _MAX_ERROR))
+                    except (ConnectFailed, EngineUnavailable) as problem:
+                        if not self._must_wait(problem):
+                            raise
+                        await asyncio.sleep(_RETRY)
+                        continue
+                    yield response
+                    return
         except asyncio.CancelledError:
             if self.health.state == "up" and not self._http.closed:
                 await finished(self._cancel(call))
@@ -211,6 +224,20 @@ class ServerConnection:
             error = self.unavailable(problem)
             error.side_effects = "maybe"
             raise error from None
+
+    async def _check_callable(self) -> None:
+        """Wait for the end of a restart. Raises ``EngineUnavailable``."""
+        await self._returned.wait()  # `_watch` ends it in time
+        if self._http.closed:
+            raise self.unavailable("this back end is closed")
+        if not self.up:
+            raise self.unavailable(self.health.reason)
+
+    def _must_wait(self, problem: ConnectFailed | EngineUnavailable) -> bool:
+        """Return whether a call was not executed because the server restarts."""
+        if isinstance(problem, ConnectFailed):
+            return self.health.state == "restarting"
+        return "restarting" in problem.details and problem.side_effects == "none"
 
     async def remove(self, id: str) -> None:
         """Remove a sandbox; if the server is down, when it is back.
@@ -235,7 +262,10 @@ class ServerConnection:
             await asyncio.wait({self._checking()})
 
     def unavailable(self, reason: object) -> EngineUnavailable:
-        return EngineUnavailable(f"the sandbox server {self.url} does not answer ({reason}); check that it is running")
+        details = {"restarting": True} if self.health.state == "restarting" else {}
+        return EngineUnavailable(
+            f"the sandbox server {self.url} does not answer ({reason}); check that it is running", **details
+        )
 
     def lose_all(self, reason: str) -> None:
         for lose in list(self.channels.values()):
@@ -285,6 +315,7 @@ class ServerConnection:
         if self.up or self._down:
             return
         self._down = True
+        self._returned.set()
         self.lose_all("engine_down")
         self._http.abort()
 
@@ -346,7 +377,7 @@ class ServerConnection:
                 await self.verdict()
             self._settled.set()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _MAX_RETRY)
+            pause = _RETRY if self.health.state == "restarting" else min(2 * pause, _MAX_RETRY)
 
     async def _read_stream(self) -> None:
         keys = pack_json(list(self.channels))
@@ -378,7 +409,11 @@ class ServerConnection:
             self.boot, self.max_body, self._error = str(line["hello"]), int(line["body"]), None
             self.health.connect(loop_time())
             self._streaming, self._down = True, False
+            self._returned.set()
             self._settled.set()
+        if "restarting" in line:
+            self.health.announce_restart(loop_time(), float(line["restarting"]))
+            self._returned.clear()
         for key, reason in line.get("lost", {}).items():
             if lose := self.channels.pop(key, None):
                 lose(str(reason))

@@ -1,8 +1,8 @@
 """Judge from what a client hears of a sandbox server whether the server is up, silent or down.
 
 Invariant: pure; the time is an argument. Only refused connections and silence count against a server, and silence
-counts only as far as the client itself was on time. A server that goes down repeatedly is not trusted for a growing
-time after each return.
+counts only as far as the client itself was on time; neither counts while it restarts as it has announced. A server that
+goes down repeatedly is not trusted for a growing time after each return.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS
 
-Reachability = Literal["up", "silent", "down"]
+Reachability = Literal["up", "silent", "restarting", "down"]
 
 PATIENCE = 4.0
 """Seconds of silence after which a server counts as down. The rest of the five seconds in which a lost host is replaced
@@ -34,8 +34,8 @@ class HostHealth:
     """Whether one server can be reached. A new one is down.
 
     Attributes:
-        state: ``up``, ``silent`` (not heard for some time) or ``down``.
-        reason: why the server is silent or down.
+        state: ``up``, ``silent`` (not heard for some time), ``restarting`` (it will be back soon) or ``down``.
+        reason: why the server is not up.
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
@@ -47,6 +47,7 @@ class HostHealth:
         self._refused_since: float | None = None
         self._losses: deque[float] = deque()
         self._trusted_from = 0.0
+        self._back_until = 0.0
 
     def trusted(self, now: float) -> bool:
         """Return whether to prefer this server to one that is silent, or that returned shortly before."""
@@ -62,6 +63,11 @@ class HostHealth:
         self.state, self.reason = "up", ""
         self._silence, self._last, self._refused_since = 0.0, now, None
 
+    def announce_restart(self, now: float, seconds: float) -> None:
+        """The server has announced that it ends and is back within this time."""
+        self.state, self.reason = "restarting", "it restarts"
+        self._back_until = now + seconds
+
     def hear(self) -> None:
         """Data has arrived from the server."""
         self._silence, self._refused_since = 0.0, None
@@ -70,6 +76,8 @@ class HostHealth:
 
     def refuse(self, now: float) -> None:
         """The server's machine has refused a connection."""
+        if self.state == "restarting":
+            return
         if self._refused_since is None:
             self._refused_since = now
         if now - self._refused_since >= REFUSED:
@@ -77,6 +85,10 @@ class HostHealth:
 
     def pass_time(self, now: float) -> None:
         """Count the time since the last call as silence; called every ``TICK`` seconds."""
+        if self.state == "restarting":
+            if now >= self._back_until:
+                self._lose(now, "it did not come back from its restart")
+            return
         if self._last is not None:
             self._silence += min(now - self._last, 2 * TICK)
         self._last = now

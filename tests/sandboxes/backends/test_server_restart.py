@@ -17,6 +17,7 @@ import pytest
 
 from agentkit.errors import EngineUnavailable, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
+from agentkit.sandboxes.backend import Process
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.server.state import ServerState
 
@@ -79,15 +80,23 @@ class Machine:
         return [path.name for path in directory.glob("ak-*") if path.is_dir()] if directory.exists() else []
 
 
+async def machines(directory: Path, backend: str) -> AsyncIterator[Machine]:
+    """Yield one machine, and leave nothing on it."""
+    machine = Machine(directory, backend)
+    try:
+        yield machine
+    finally:
+        machine.kill()
+        # The next process of the server takes over what is left, and removes it.
+        await machine.start(keep=1.0)
+        await machine.end(signal.SIGINT)
+    assert machine.sandboxes == []
+
+
 @pytest.fixture
 async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    machine = Machine(tmp_path)
-    yield machine
-    machine.kill()
-    # The next process of the server takes over what is left, and removes it.
-    await machine.start(keep=1.0)
-    await machine.end(signal.SIGINT)
-    assert machine.sandboxes == []
+    async for machine in machines(tmp_path, "local"):
+        yield machine
 
 
 @contextlib.asynccontextmanager
@@ -184,6 +193,94 @@ async def test_a_second_server_of_one_name_is_refused(machine: Machine) -> None:
         assert second.returncode != 0
         assert f"ConfigError: the sandbox server {machine.name} already runs as process" in errors
         assert (await box.exec("true")).ok
+
+
+async def _append(box: Sandbox, stop: asyncio.Event) -> int:
+    """Append numbers to a file, one command for each, until ``stop``; return how many."""
+    count = 0
+    while not stop.is_set():
+        count += 1
+        await box.exec(f"echo {count} >> log", timeout=60, check=True)
+    return count
+
+
+async def _copy(process: Process, stop: asyncio.Event) -> None:
+    """Exchange numbered lines with ``cat`` until ``stop``: none is lost or repeated."""
+    lines, rest, number = process.__aiter__(), b"", 0
+    while not stop.is_set():
+        number += 1
+        await process.write(b"%d\n" % number * 100)
+        while rest.count(b"\n") < 100:
+            stream, data = await anext(lines)
+            rest += data if stream == "stdout" else b""
+        assert rest == b"%d\n" % number * 100
+        rest = b""
+    await process.close_stdin()
+    assert [item async for item in lines] == []
+    assert (await process.wait()).exit_code == 0
+
+
+async def planned_restart(machine: Machine) -> None:
+    await machine.start()
+    async with connected(machine) as backend:
+        boxes = [await Sandbox.create(SMALL, backend=backend) for _ in range(3)]
+        stop = asyncio.Event()
+        appending = [asyncio.ensure_future(_append(box, stop)) for box in boxes[:2]]
+        copying = asyncio.ensure_future(_copy(await boxes[2].spawn("cat", timeout=1000), stop))
+        idle = await boxes[2].spawn("read -r line; echo $line; exit 3", timeout=1000)
+        keyed = asyncio.ensure_future(boxes[2].exec("sleep 6; echo on", timeout=60, idempotency_key="key"))
+        cut = asyncio.ensure_future(boxes[2].exec("touch begun; sleep 1000", timeout=2000))
+        await asyncio.sleep(1.0)
+        await machine.end(signal.SIGTERM)
+        # Calls that are made while there is no server wait for the next one.
+        during = [asyncio.ensure_future(Sandbox.create(SMALL, backend=backend))]
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in [*during, *appending, copying])
+        await machine.start()
+        boxes.append(await during[0])
+        with pytest.raises(EngineUnavailable) as caught:
+            await cut
+        assert caught.value.side_effects == "maybe"
+        assert (await keyed).stdout == "on\n"
+        await idle.write(b"late\n")
+        result = await idle.wait()
+        assert (result.exit_code, result.stdout) == (3, "late\n")
+        stop.set()
+        for box, task in zip(boxes, appending, strict=False):
+            wanted = "".join(f"{number}\n" for number in range(1, await task + 1))
+            assert (await box.exec("cat log")).stdout == wanted
+        await copying
+        assert (await boxes[2].exec("pgrep -f 'sleep [1]000' || echo none")).stdout == "none\n"
+        for box in boxes:
+            assert box.loss is None
+            await box.close()
+        assert machine.sandboxes == []
+
+
+@pytest.mark.slow
+async def test_a_planned_restart_loses_no_call(machine: Machine) -> None:
+    await planned_restart(machine)
+
+
+@pytest.mark.docker
+async def test_a_planned_restart_with_containers(tmp_path: Path) -> None:
+    async for machine in machines(tmp_path, "docker"):
+        await planned_restart(machine)
+
+
+async def test_a_server_that_does_not_return_in_time_loses_its_sandboxes(machine: Machine) -> None:
+    await machine.start(keep=3.0)
+    async with connected(machine) as backend:
+        box = await Sandbox.create(SMALL, backend=backend)
+        process = await box.spawn("cat", timeout=1000)
+        await machine.end(signal.SIGTERM)
+        ended = time.monotonic()
+        with pytest.raises(SandboxLost) as caught:
+            await box.exec("true")
+        assert caught.value.details["reason"] == "engine_down"
+        with pytest.raises(SandboxLost):
+            await process.wait()
+        assert 1.0 < time.monotonic() - ended < 10.0
 
 
 async def test_times_to_live_and_clients_are_kept(machine: Machine) -> None:
