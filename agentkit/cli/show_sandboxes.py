@@ -75,18 +75,18 @@ def _totals(steps: Sequence[Record]) -> list[str]:
     longest = max((step.get("sandbox/recovery_s_max") or 0.0 for step in steps), default=0.0)
     lines = [
         f"{total['sandbox/created']:.0f} sandboxes created, {total['sandbox/create_failures']:.0f} not created, "
-        f"{total['sandbox/removed']:.0f} removed{_parts(total, 'sandbox/removed/')}",
-        f"{total['sandbox/recoveries']:.0f} environments recovered{_parts(total, 'sandbox/recoveries/')}"
-        f"{_parts(total, 'sandbox/recovered_by/')}",
+        f"{total['sandbox/removed']:.0f} removed{_parts(total, 'because of', 'sandbox/removed/')}",
+        f"{total['sandbox/recoveries']:.0f} environments recovered"
+        f"{_parts(total, 'after', 'sandbox/recoveries/')}{_parts(total, 'by', 'sandbox/recovered_by/')}",
         f"{total['sandbox/lost_s']:.1f} s lost to recoveries, the longest took {longest:.2f} s; "
         f"{total['sandbox/hedges']:.0f} calls hedged, {total['sandbox/hedges_won']:.0f} won by the second attempt",
     ]
     return [printable(line) for line in lines]
 
 
-def _parts(total: Mapping[str, float], prefix: str) -> str:
+def _parts(total: Mapping[str, float], label: str, prefix: str) -> str:
     parts = [f"{name[len(prefix) :]} {value:.0f}" for name, value in sorted(total.items()) if name.startswith(prefix)]
-    return f" ({', '.join(parts)})" if parts else ""
+    return f"; {label}: {', '.join(parts)}" if parts else ""
 
 
 def _time(event: Record) -> str:

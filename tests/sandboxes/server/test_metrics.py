@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +17,7 @@ from agentkit.sandboxes import Sandbox, SandboxSpec
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.server.app import SandboxServer
-from agentkit.sandboxes.server.config import ServerConfig
+from agentkit.sandboxes.server.config import ServerConfig, TenantConfig
 from agentkit.sandboxes.server.metrics import route
 from agentkit.sandboxes.server.policy import Quota
 from agentkit.sandboxes.testing.fake import FakeBackend
@@ -87,6 +88,20 @@ async def test_who_may_read_metrics(tmp_path: Path) -> None:
             headers = {"authorization": f"Bearer {SCRAPER}", "content-type": "application/json"}
             listed = await client.post(f"{server.url}/v1/list", headers=headers, content=b"{}")
         assert listed.status_code == 401  # the token for metrics opens nothing else
+
+
+async def test_tenants_are_labels_and_read_no_metrics() -> None:
+    own = "a-token-of-one-tenant-alone"
+    tenants = {"alpha": TenantConfig(token_sha256=(hashlib.sha256(own.encode()).hexdigest(),))}
+    async with SandboxServer(FakeBackend(), token=TOKEN, config=ServerConfig(tenants=tenants)) as server:
+        backend = RemoteBackend(server.url, own)
+        await backend.start()
+        async with Sandbox.create(backend=backend):
+            found = samples((await scrape(server)).text)
+            refused = await scrape(server, own)
+        await backend.close()
+    assert found["agentkit_sandboxes", "running", "alpha"] == 1
+    assert refused.status_code == 401
 
 
 async def test_requests_of_strangers_make_no_labels() -> None:

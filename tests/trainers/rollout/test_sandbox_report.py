@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from agentkit.cli.show_sandboxes import sandbox_lines
 from agentkit.errors import EngineUnavailable
 from agentkit.sandboxes import SandboxPool, telemetry
 from agentkit.sandboxes.backends.local.backend import LocalBackend
+from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.recovery.record import Recovery, RecoveryLog
+from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.testing import virtual_time
 from agentkit.sandboxes.testing.fake import FakeBackend
 from agentkit.trainers.rollout.sandbox_report import EventLimit, SandboxReport, host_metrics, incidents, name_of
+
+TOKEN = "a-token-of-the-tests-alone"
 
 
 def recovery(seconds: float, *, sandbox: str = "ak-1", by: Any = "spare") -> Recovery:
@@ -129,6 +134,37 @@ def test_pools_report_what_they_create_and_lose() -> None:
     assert (recovered["episodes"], recovered["seconds"], recovered["host"]) == (2, 0.75, socket.gethostname())
 
 
+async def test_several_hosts_of_which_one_drains() -> None:
+    events = Events()
+    report = SandboxReport(events.write, RecoveryLog(), lambda: 0)
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(SandboxServer(FakeBackend(create_seconds=0.01), token=TOKEN))
+            for _ in range(2)
+        ]
+        hosts = [server.url.removeprefix("http://") for server in servers]
+        remote = RemoteBackend([server.url for server in servers], TOKEN)
+        await remote.start()
+        stack.push_async_callback(remote.close)
+        pool = await stack.enter_async_context(SandboxPool(backend=remote, min_idle=4, max_size=8))
+        await pool.wait_filled()
+        report.start()
+        stack.push_async_callback(report.close)
+        first = report.metrics()
+        servers[0].tenants.drain(True)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            if events:
+                break
+        second = report.metrics()
+    assert [first[f"sandbox/host/{host}/up"] for host in hosts] == [1, 1]
+    assert sum(first[f"sandbox/host/{host}/sandboxes"] for host in hosts) == first["sandbox/idle"] == 4
+    (change,) = events.of("sandbox_host")
+    assert (change["host"], change["before"], change["state"]) == (hosts[0], "up", "unschedulable")
+    assert "draining" in change["reason"]
+    assert [second[f"sandbox/host/{host}/up"] for host in hosts] == [0, 1]
+
+
 def test_a_crash_loop_does_not_fill_the_disk() -> None:
     async def scenario() -> tuple[dict[str, float], Events]:
         fake, events = FakeBackend(), Events()
@@ -197,7 +233,7 @@ def test_show_joins_a_failure_with_its_recoveries() -> None:
     step = {"sandbox/created": 5.0, "sandbox/recoveries": 4.0, "sandbox/recoveries/exited": 4.0, "sandbox/lost_s": 2.5}
     lines = sandbox_lines([{"step": 1, **step}, {"step": 2, **step}], events, last=20)
     assert "10 sandboxes created" in lines[0]
-    assert "8 environments recovered (exited 8)" in lines[1]
+    assert "8 environments recovered; after: exited 8" in lines[1]
     assert "5.0 s lost" in lines[2]
     (row,) = [line for line in lines if "ak-1" in line]
     assert "3 by spare, 1 by new" in row
