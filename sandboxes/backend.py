@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -189,6 +190,14 @@ class Backend(abc.ABC):
             component removes it then.
         """
         return {}
+
+    @property
+    def concurrency(self) -> int:
+        """Number of sandboxes that can be created, or removed, at one time without waiting for each other.
+
+        By default, one for each processor of this machine, and at least two. Used once the back end was started.
+        """
+        return max(2, os.cpu_count() or 2)
 
     @abc.abstractmethod
     async def start(self) -> None:

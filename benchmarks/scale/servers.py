@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
@@ -31,12 +32,14 @@ from agentkit.sandboxes.reaper.labels import user_labels
 from agentkit.sandboxes.recovery.supervisor import SupervisedSandbox, Supervisor
 from agentkit.sandboxes.spec import Resources, SandboxSpec
 
+T = TypeVar("T")
+
 SMALL = Resources(memory=64 << 20, tmp=4 << 20, workspace=8 << 20, shm=1 << 20, pids=32, cpus=0.5)
-THINK = 2.0
+THINK = 10.0
 """Mean seconds between two operations of a user, as between two turns of a model."""
 OPERATIONS = 30
 """Operations of an episode."""
-REAPED = 120.0
+REAPED = 120
 """Seconds in which the reaper removes the sandboxes of the server that was killed."""
 RECOVERY_LIMIT = 300.0
 """Seconds in which all users must continue after the death of a server."""
@@ -183,7 +186,7 @@ class Load:
                     result = await self._act(number, "exec of a shell", lambda: box.exec("cat log 2>/dev/null"), box)
                     self._measured.wrong += result.stdout.split() != lines
 
-    async def _act(self, number: int, name: str, work, box: SupervisedSandbox):  # noqa: ANN001, ANN202
+    async def _act(self, number: int, name: str, work: Callable[[], Awaitable[T]], box: SupervisedSandbox) -> T:
         while True:
             began = time.perf_counter()
             try:
@@ -227,7 +230,7 @@ async def _watch(processes: Mapping[str, psutil.Process], use: dict[str, Use]) -
 
 
 @contextlib.asynccontextmanager
-async def _running(*works) -> AsyncIterator[None]:  # noqa: ANN002
+async def _running(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         yield
@@ -274,11 +277,12 @@ async def measure(running: list[Server], name: str, users: int, seconds: float) 
         await backend.close()
     engine = backend_named(name)
     await engine.start()
-    began = time.perf_counter()
     try:
-        while (left := len(await engine.list(user_labels(mark)))) and time.perf_counter() - began < REAPED:
+        for _ in range(REAPED):
+            measured.left = len(await engine.list(user_labels(mark)))
+            if not measured.left:
+                break
             await asyncio.sleep(1.0)
     finally:
         await engine.close()
-    measured.left = left
     return measured

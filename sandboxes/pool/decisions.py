@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from math import ceil
@@ -11,8 +10,6 @@ from typing import Literal
 from agentkit.sandboxes.backoff import Backoff, FailureStreak
 from agentkit.sandboxes.pool.slots import Slot, Slots
 
-CONCURRENCY = max(2, os.cpu_count() or 2)
-"""Creations at one time while callers wait, and removals at one time."""
 ENGINE_FAILURES = 3
 """Creations in a row that the engine may fail; at the next failure the breaker opens."""
 CRASH_LOOP = 3
@@ -43,18 +40,19 @@ class PoolSettings:
     on_exhausted: OnExhausted
 
 
-def creations(slots: Slots, waiting: int, settings: PoolSettings, *, one_by_one: bool) -> int:
+def creations(slots: Slots, waiting: int, settings: PoolSettings, *, at_once: int, one_by_one: bool) -> int:
     """Return how many creations to start now.
 
     Args:
         slots: the slots of the pool.
         waiting: number of callers that wait for a sandbox.
         settings: those of the pool.
+        at_once: number of concurrent creations while callers wait.
         one_by_one: whether a new sandbox must have proven itself before the next creation.
     """
     concurrency = settings.refill_concurrency or max(1, ceil(0.2 * settings.min_idle))
     if waiting:
-        concurrency = max(concurrency, CONCURRENCY)
+        concurrency = max(concurrency, at_once)
     number = min(
         waiting + settings.min_idle - slots.available,
         slots.free,

@@ -131,7 +131,7 @@ class SandboxPool:
         acquire_timeout: default timeout of ``acquire``, in seconds.
         drain_timeout: seconds that ``close`` waits for sandboxes in use.
         refill_concurrency: number of concurrent creations while no caller waits; by default 20 % of ``min_idle``. While
-            callers wait, there is at least one per processor.
+            callers wait, at least ``Backend.concurrency``.
         on_exhausted: what happens when ``max_size`` sandboxes are in use: ``wait`` for a release, ``fail`` at once with
             ``PoolExhausted``, or ``create`` an extra sandbox for one use.
         reset: what happens between two uses: ``recreate`` gives each use a new sandbox, ``snapshot`` restores the

@@ -48,7 +48,7 @@ class Scheduler:
         self._creations: set[asyncio.Task[None]] = set()
         """Tasks that create or reset."""
         self._removals: set[asyncio.Task[None]] = set()
-        self._removing = asyncio.Semaphore(decisions.CONCURRENCY)
+        self._removing = asyncio.Semaphore(provisioner.backend.concurrency)
         self._backoff = Backoff()
 
     # Callers.
@@ -289,8 +289,9 @@ class Scheduler:
             # A little later, since a timer that fires early by rounding would only be set again.
             self._timer = asyncio.get_running_loop().call_later(wait + 0.001, self.dispatch)
             return
+        at_once = self._provisioner.backend.concurrency
         number = decisions.creations(
-            self.slots, len(self.waiters), self._settings, one_by_one=self._failures.one_by_one
+            self.slots, len(self.waiters), self._settings, at_once=at_once, one_by_one=self._failures.one_by_one
         )
         if self._breaker.room is not None:
             number = min(number, self._breaker.room)

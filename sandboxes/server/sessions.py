@@ -408,7 +408,9 @@ class SandboxSessions:
         """Return a queue of lines for a client, ended by None. ``keys``: channels that the client has open."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
         self._subscribers[queue] = client
-        _offer(queue, _line(hello=self.boot, body=self.quota.body, **self.report()))
+        _offer(
+            queue, _line(hello=self.boot, body=self.quota.body, concurrency=self.backend.concurrency, **self.report())
+        )
         lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)}
         _offer(queue, _line(lost=lost))
         return queue

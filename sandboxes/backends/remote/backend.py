@@ -102,6 +102,10 @@ class RemoteBackend(Backend):
     def recipe(self) -> None:
         """Return None: the server removes the sandboxes of an owner that died."""
 
+    @property
+    def concurrency(self) -> int:
+        return max(1, sum(server.concurrency for server in self._servers))
+
     async def start(self) -> None:
         """Connect to the servers; at least one must answer, and none may refuse the token (``AccessDenied``)."""
         results = await asyncio.gather(*[server.start() for server in self._servers], return_exceptions=True)

@@ -82,6 +82,7 @@ class ServerConnection:
         health: whether the server can be reached.
         round_trip: seconds of the last request that measured it.
         pending: number of sandboxes that this client is creating there.
+        concurrency: see ``Backend.concurrency``; 0 before the first connection.
         channels: for each channel key, the function to call with the reason when the channel is lost.
         on_event: called with each event of the server, and with None when events may have been missed.
     """
@@ -95,6 +96,7 @@ class ServerConnection:
         self._reported = HostState()
         self.pending = 0
         self.max_body = 1 << 20
+        self.concurrency = 0
         self.channels: dict[str, Callable[[str], None]] = {}
         self.on_event: Callable[[dict[str, Any] | None], None] = lambda event: None
         self._error: Exception | None = None
@@ -407,6 +409,7 @@ class ServerConnection:
             if self.boot not in ("", line["hello"]):
                 self.lose_all("engine_down")
             self.boot, self.max_body, self._error = str(line["hello"]), int(line["body"]), None
+            self.concurrency = int(line.get("concurrency", 1))
             self.health.connect(loop_time())
             self._streaming, self._down = True, False
             self._returned.set()

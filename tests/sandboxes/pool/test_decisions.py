@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agentkit.errors import SandboxLost
 from agentkit.sandboxes.pool.decisions import (
-    CONCURRENCY,
     CRASH_LOOP,
     ENGINE_FAILURES,
     SURPLUS_AFTER,
@@ -58,19 +57,19 @@ def slots_in(*states: SlotState, max_size: int = 8, now: float = 0.0) -> Slots:
     ],
 )
 def test_creations(states: list[SlotState], waiting: int, created: int) -> None:
-    assert creations(slots_in(*states), waiting, settings(refill_concurrency=2), one_by_one=False) == created
+    assert creations(slots_in(*states), waiting, settings(refill_concurrency=2), at_once=4, one_by_one=False) == created
 
 
-def test_idle_refill_is_slow_and_waiting_callers_use_all_processors() -> None:
-    assert creations(slots_in(), 0, settings(5, 100), one_by_one=False) == 1
-    assert creations(slots_in(max_size=100), 50, settings(5, 100), one_by_one=False) == CONCURRENCY
+def test_idle_refill_is_slow_and_waiting_callers_use_the_whole_engine() -> None:
+    assert creations(slots_in(), 0, settings(5, 100), at_once=4, one_by_one=False) == 1
+    assert creations(slots_in(max_size=100), 50, settings(5, 100), at_once=4, one_by_one=False) == 4
 
 
 def test_one_creation_at_a_time_until_a_sandbox_is_proven() -> None:
     slots = slots_in("idle")
-    assert creations(slots, 5, settings(), one_by_one=True) == 0
+    assert creations(slots, 5, settings(), at_once=4, one_by_one=True) == 0
     slots.idle()[0].proven = True
-    assert creations(slots, 5, settings(), one_by_one=True) == 1
+    assert creations(slots, 5, settings(), at_once=4, one_by_one=True) == 1
 
 
 @given(
@@ -81,7 +80,7 @@ def test_creations_are_bounded(
     states: list[SlotState], waiting: int, min_idle: int, one_by_one: bool, concurrency: int | None
 ) -> None:
     slots = slots_in(*states)
-    number = creations(slots, waiting, settings(min_idle, 8, concurrency), one_by_one=one_by_one)
+    number = creations(slots, waiting, settings(min_idle, 8, concurrency), at_once=4, one_by_one=one_by_one)
     assert 0 <= number <= slots.free
     assert number <= max(0, waiting + min_idle - slots.available)
     assert slots.count("removing") + number <= 8
