@@ -9,7 +9,6 @@ the other servers do not wait for it. The token is sent only over loopback or TL
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import secrets
@@ -175,9 +174,12 @@ class RemoteBackend(Backend):
             await server.call("DELETE", f"/v1/snapshots/{snapshot.id}", timeout=10 * _TIMEOUT)
 
     async def remove(self, id: str) -> None:
-        """A server that is down removes the sandbox when it is back."""
-        with contextlib.suppress(SandboxLost):
-            await (await self._server_of(id)).remove(id)
+        """Remove a sandbox, on all servers if this client does not know which one has it.
+
+        A server that is down removes it when it is back.
+        """
+        known = self._locations.get(id)
+        await asyncio.gather(*[server.remove(id) for server in ([known] if known else self._servers)])
         self._locations.pop(id, None)
 
     async def inspect(self, id: str) -> Observed:

@@ -17,6 +17,7 @@ from server_process import TOKEN, ServerProcess, relayed
 from agentkit.errors import EngineUnavailable, QuotaExceeded, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
+from agentkit.sandboxes.paths import new_id
 from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.testing.fake import FakeBackend
@@ -25,7 +26,7 @@ SMALL = SandboxSpec(resources=Resources(memory=128 << 20, tmp=8 << 20, workspace
 SLACK = 20.0
 REFUSED, SILENT = 0.5, 5.0
 """Promised seconds until the loss of a host is noticed."""
-BUSY = 1.5
+BUSY = 3.0
 """Seconds by which this machine may be late, since other tests run at the same time."""
 
 
@@ -143,6 +144,7 @@ async def test_a_host_whose_server_is_killed_is_lost_at_once(servers: list[Serve
         assert time.monotonic() - began < 1.0 + BUSY
         assert [seen.id for seen in await backend.list({})].count(kept.id) == 1
         await lost.close()
+        await backend.remove(new_id())  # the server that is down might have it
         with pytest.raises(EngineUnavailable):
             await backend.inspect(lost.id)
         stop.set()
@@ -175,7 +177,7 @@ async def test_a_silent_host_is_lost_in_five_seconds(fault: str, servers: list[S
         await until(lambda: state_of(backend, host) == "silent")
         replacement = await Sandbox.create(SMALL, backend=backend)
         assert backend.host_of(replacement.id) == two.host
-        assert 2.0 < await waiting < SILENT + BUSY
+        assert await waiting < SILENT + BUSY
         assert state_of(backend, host) == "down"
         # Nothing waits for it from now on.
         began = time.monotonic()
