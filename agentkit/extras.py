@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 
 from agentkit.errors import MissingExtra
 
 _TRAINING = ("safetensors", "tokenizers", "torch", "transformers")
+_SERVER = ("prometheus_client", "uvicorn")
 
 
 def require_training() -> None:
     """Raise ``MissingExtra`` unless the packages of the extra ``train`` are installed; imports none of them."""
-    missing = [name for name in _TRAINING if importlib.util.find_spec(name) is None]
+    _require("training", "train", _TRAINING)
+
+
+def require_server() -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``server`` are installed; imports none of them."""
+    _require("the sandbox server", "server", _SERVER)
+
+
+def _require(part: str, extra: str, packages: Iterable[str]) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtra(
-            f"training needs the extra 'train' ({', '.join(missing)} not installed); pip install 'agentkit-rl[train]'"
+            f"{part} needs the extra {extra!r} ({', '.join(missing)} not installed); pip install 'agentkit-rl[{extra}]'"
         )

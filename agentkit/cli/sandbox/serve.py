@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from agentkit.extras import require_server
+
 
 def serve(
     backend: Annotated[str, typer.Option(help="Back end of the sandboxes: docker or local.")] = "docker",
@@ -24,6 +26,7 @@ def serve(
     ] = 120.0,
 ) -> None:
     """Serve sandboxes to other machines over HTTP until SIGINT, which removes them, or SIGTERM, which keeps them."""
+    require_server()
     from agentkit.sandboxes.server.app import serve as serve_sandboxes
 
     serve_sandboxes(
