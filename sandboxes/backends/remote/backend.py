@@ -215,6 +215,7 @@ class RemoteBackend(Backend):
 
         async def ask(server: ServerConnection) -> bytes | SandboxError:
             try:
+                await server.start()
                 return await server.call(method, path, content, timeout=timeout)
             except SandboxError as error:
                 return error
