@@ -263,7 +263,7 @@ class SandboxApp:
         if verb not in ("input", "end", "kill"):
             raise _unknown(call)
         if process is None and not handle.startswith(self._run_id):
-            error = EngineUnavailable("the sandbox server was restarted; resume the command", restarting=True)
+            error = EngineUnavailable("the sandbox server was restarted; resume the command", resume=True)
             error.side_effects = "maybe"  # not to be sent again
             raise error
         if process is None:

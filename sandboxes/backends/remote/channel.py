@@ -32,6 +32,8 @@ _FILE_TIMEOUT = 30.0
 _REMOVE_TIMEOUT = 600.0
 _LAST_RESPONSE = 2.0
 """Seconds that a call waits for its response after its sandbox was lost."""
+_RESTART = ("restarting", "resume")
+"""Details of the errors that a restart of the server causes."""
 _UNEXPLAINED = ("closed", "engine_down", "hung", "frozen")
 """Reasons of a loss about which the server knows nothing more."""
 
@@ -304,7 +306,7 @@ class RemoteProcess(Process):
 
     def _resumable(self, error: EngineUnavailable) -> bool:
         """Return whether ``error`` is a restart of the server over which the command continues."""
-        return self._request.idempotency_key is not None and "restarting" in error.details
+        return self._request.idempotency_key is not None and not error.details.keys().isdisjoint(_RESTART)
 
     async def _resumed(self, path: str, error: EngineUnavailable) -> bool:
         """Wait until the command, which was at ``path``, is resumed or has failed; return whether it is resumed."""

@@ -239,7 +239,19 @@ class ServerConnection:
         """Return whether a call was not executed because the server restarts."""
         if isinstance(problem, ConnectFailed):
             return self.health.state == "restarting"
-        return "restarting" in problem.details and problem.side_effects == "none"
+        return self._refused_by_restart(problem) and problem.side_effects == "none"
+
+    def _refused_by_restart(self, problem: SandboxError) -> bool:
+        """Return whether a server that restarts has refused a call; note that it does."""
+        seconds = problem.details.get("restarting")
+        # With a stream it is announced there; or the stream is the next process's, and this is an answer of the last one.
+        if seconds is not None and not self._streaming:
+            self._expect_return(float(seconds))
+        return seconds is not None
+
+    def _expect_return(self, seconds: float) -> None:
+        self.health.announce_restart(loop_time(), seconds)
+        self._returned.clear()
 
     async def remove(self, id: str) -> None:
         """Remove a sandbox; if the server is down, when it is back.
@@ -372,6 +384,8 @@ class ServerConnection:
             except (ConnectFailed, ConnectionBroken, SandboxError, ValueError, TypeError, KeyError) as error:
                 self._error = error if isinstance(error, SandboxError) else self.unavailable(error)
                 self._note(error)
+                if isinstance(error, SandboxError):
+                    self._refused_by_restart(error)
             if self._streaming:
                 self._streaming = False
                 self.on_event(None)
@@ -415,8 +429,7 @@ class ServerConnection:
             self._returned.set()
             self._settled.set()
         if "restarting" in line:
-            self.health.announce_restart(loop_time(), float(line["restarting"]))
-            self._returned.clear()
+            self._expect_return(float(line["restarting"]))
         for key, reason in line.get("lost", {}).items():
             if lose := self.channels.pop(key, None):
                 lose(str(reason))

@@ -88,3 +88,17 @@ def test_a_flapping_server_is_trusted_later_each_time() -> None:
     watched.lose()
     watched.health.connect(watched.now)
     assert watched.health.trusted(watched.now)  # forgiven
+
+
+def test_an_announced_restart_is_awaited_and_no_longer() -> None:
+    watched = Watched()
+    watched.health.announce_restart(watched.now, 30.0)
+    watched.silence(29.0)
+    for _ in range(100):
+        watched.health.refuse(watched.now)
+    assert (watched.health.state, watched.health.trusted(watched.now)) == ("restarting", False)
+    watched.health.connect(watched.now)
+    assert (watched.health.state, watched.health.trusted(watched.now)) == ("up", True)
+    watched.health.announce_restart(watched.now, 30.0)
+    watched.silence(30.0 + TICK)
+    assert watched.health.state == "down"

@@ -273,14 +273,14 @@ async def test_a_server_that_does_not_return_in_time_loses_its_sandboxes(machine
     async with connected(machine) as backend:
         box = await Sandbox.create(SMALL, backend=backend)
         process = await box.spawn("cat", timeout=1000)
+        began = time.monotonic()
         await machine.end(signal.SIGTERM)
-        ended = time.monotonic()
         with pytest.raises(SandboxLost) as caught:
             await box.exec("true")
         assert caught.value.details["reason"] == "engine_down"
         with pytest.raises(SandboxLost):
             await process.wait()
-        assert 1.0 < time.monotonic() - ended < 10.0
+        assert 2.0 < time.monotonic() - began < SLACK
 
 
 async def test_times_to_live_and_clients_are_kept(machine: Machine) -> None:
