@@ -244,7 +244,7 @@ class ServerConnection:
     def _refused_by_restart(self, problem: SandboxError) -> bool:
         """Return whether a server that restarts has refused a call; note that it does."""
         seconds = problem.details.get("restarting")
-        # With a stream it is announced there; or the stream is the next process's, and this is an answer of the last one.
+        # A stream announces it itself; or it is that of the next process, and this answer came from the previous one.
         if seconds is not None and not self._streaming:
             self._expect_return(float(seconds))
         return seconds is not None
