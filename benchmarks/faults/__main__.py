@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.figures import GOAL_RATE, Row, page, problems, rows, table
+from benchmarks.faults.figures import GOAL_RATE, Row, page, problems, recoveries, rows, table
 from benchmarks.faults.runs import Observed, observe
 
 RESULTS, PAGE_PATH = Path("benchmarks/results/faults.json"), Path("docs/results/faults.md")
@@ -42,7 +42,7 @@ ENGINE = {"max_batch": 128, "max_context": 640, "threads": 1}
 CONFIG: dict[str, Any] = {
     "name": "faults",
     "steps": 1_000_000,
-    "env": {**ENV, "sandbox": "docker", "sandbox_share": 1, "recovery": "replay"},
+    "env": {**ENV, "sandbox": "docker", "sandbox_share": 1},
     "engine": ENGINE,
     "learner": {"lr": 1e-9, "max_tokens": 4096, "threads": 1},
     "rollout": {"max_tokens": 8},
@@ -56,8 +56,8 @@ ARMS = {
 }
 """With and without rollout redundancy."""
 SHORT = {"groups": 2, "group_size": 4, "extra_members": 1}
-SHORT_SCHEDULE = ((0.0, 2.0), (6.0, 20.0))
-"""At six faults per container and minute, ten containers get about twenty faults in twenty seconds."""
+SHORT_SCHEDULE = ((3.0, 15.0),)
+"""At three faults per container and minute, ten containers get about eight faults in fifteen seconds."""
 
 
 def made_model() -> Path:
@@ -129,7 +129,7 @@ def main() -> int:
         f"{os.cpu_count()} CPUs with a load of {begin:.1f} at the beginning and {os.getloadavg()[0]:.1f} at the end, "
         f"Linux {platform.release()}, Python {platform.python_version()}"
     )
-    print(f"{machine}\n\n{table(found)}")
+    print(f"{machine}\n\n{table(found)}\n{recoveries(found)}")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     rows_ = [asdict(row) for row in found]
     RESULTS.write_text(json.dumps({"machine": machine, **vars(asked), "rows": rows_}, indent=1) + "\n")

@@ -18,8 +18,8 @@ from benchmarks.faults.runs import Observed
 GOAL = 1.15
 """Most mean step time under 2 % faults per minute, relative to the fault-free one."""
 GOAL_RATE = 0.02
-VOIDED, RETRIES, REPLAYS = "gate/voided", "env/retries", "rollout/env_replays"
-"""Metrics of a step."""
+VOIDED = "gate/voided"
+"""Metric of a step: the episodes without a result."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Row:
     """By kind, during all steps of these phases."""
     seconds: tuple[float, ...]
     """Of each counted step."""
+    recoveries: tuple[tuple[str, str, float], ...]
+    """Cause, what replaced the environment, and seconds from the detection until it answered again."""
     voided: int
-    retries: int
-    replays: int
 
 
 def rows(arm: str, runs: Sequence[Observed]) -> list[Row]:
@@ -44,18 +44,20 @@ def rows(arm: str, runs: Sequence[Observed]) -> list[Row]:
 
 
 def _row(arm: str, rate: float, runs: Sequence[Observed]) -> Row:
-    seconds, faults, minutes, totals = [], Counter(), 0.0, Counter()
+    seconds, faults, minutes, voided, recoveries = [], Counter(), 0.0, 0, []
     for run in runs:
         for phase in run.phases:
             if phase.rate != rate:
                 continue
             within = [step for step in run.steps if phase.start < step["time"] <= phase.end]
             seconds += [step["time/step"] for step in within[1:]]
+            voided += sum(int(step.get(VOIDED, 0)) for step in within)
             faults.update(fault.kind for fault in run.faults if phase.start < fault.at <= phase.end)
+            for one in run.recoveries:
+                if phase.start < one["time"] <= phase.end:
+                    recoveries += [(one["cause"], one["by"], one["seconds"])] * one["episodes"]
             minutes += (phase.end - phase.start) / 60
-            for step in within:
-                totals.update({name: int(step.get(name, 0)) for name in (VOIDED, RETRIES, REPLAYS)})
-    return Row(arm, rate, minutes, faults, tuple(seconds), totals[VOIDED], totals[RETRIES], totals[REPLAYS])
+    return Row(arm, rate, minutes, faults, tuple(seconds), tuple(recoveries), voided)
 
 
 def ratio(faulty: Sequence[float], clean: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -77,7 +79,7 @@ def problems(runs: Sequence[Observed], faults: int) -> list[str]:
             *([f"{voided} episodes were voided"] if voided else []),
             *([f"{run.left} containers are left"] if run.left else []),
             *([f"only {len(run.faults)} faults were injected"] if len(run.faults) < faults else []),
-            *([] if any(step.get(REPLAYS) for step in run.steps) else ["no episode was recovered"]),
+            *([] if run.recoveries else ["no episode was recovered"]),
         ]
     return found
 
@@ -109,7 +111,19 @@ def _cells(row: Row, clean: Row | None) -> list[str]:
         cells += [f"≤ {GOAL}", "yes" if mean <= GOAL else "**no**"] if row.rate == GOAL_RATE else ["", ""]
     else:
         cells += [""] * 4
-    return [*cells, str(row.replays), str(row.voided)]
+    return [*cells, str(len(row.recoveries)), str(row.voided)]
+
+
+def recoveries(found: Sequence[Row]) -> str:
+    """Return a Markdown table of the recoveries under all rates, by cause and means."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for row in found:
+        for cause, by, taken in row.recoveries:
+            seconds.setdefault((cause, by), []).append(taken)
+    lines = ["| cause | replaced by | recoveries | median s | max s |", "|---|---|---|---|---|"]
+    for (cause, by), taken in sorted(seconds.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {cause} | {by} | {len(taken)} | {median(taken):.2f} | {max(taken):.2f} |")
+    return "\n".join(lines) + "\n"
 
 
 PAGE = """# Step time under faults
@@ -123,6 +137,9 @@ distributed. No container is attacked twice.
 {machine}
 
 {table}
+Recoveries of episodes under all rates, in seconds from the detection of the fault until the episode goes on:
+
+{recoveries}
 Each step trains on {groups} groups of {size} episodes, synchronously (async ratio 0): the slowest episode delays the
 step. With rollout redundancy, a step starts {more} groups of {larger}, and uses the first {groups} groups of {size} to
 finish. A run keeps one container for each of its episodes, and one spare.
@@ -143,6 +160,7 @@ def page(found: Sequence[Row], machine: str, plain: Mapping[str, int], redundant
     return PAGE.format(
         machine=machine,
         table=table(found),
+        recoveries=recoveries(found),
         groups=plain["groups"],
         size=plain["group_size"],
         more=redundant["groups"] + redundant["extra_groups"],

@@ -51,6 +51,8 @@ class Observed:
     phases: list[Phase] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Rows of the run's metrics, one for each training step."""
+    recoveries: list[Mapping[str, Any]] = field(default_factory=list)
+    """Events of the run: ``time``, ``cause``, ``by``, ``seconds`` and ``episodes`` of each recovery."""
     faults: list[Fault] = field(default_factory=list)
     containers: int = 0
     """Largest number of containers that ran at the same time."""
@@ -99,6 +101,7 @@ async def observe(
             process.kill()
             await process.wait()
     found.steps, found.faults = progress.rows(), nemesis.faults
+    found.recoveries = [event for event in read_jsonl(run / "events.jsonl") if event["event"] == "sandbox_recovered"]
     end = time.monotonic() + REMOVAL_TIMEOUT
     while (left := await nemesis.containers()) and time.monotonic() < end:  # noqa: ASYNC110 (no event)
         await asyncio.sleep(0.5)

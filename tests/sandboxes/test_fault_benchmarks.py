@@ -27,8 +27,9 @@ def observed() -> Observed:
         {"time": float(end), "time/step": float(seconds), "gate/voided": 0.0} for end, seconds in ends
     ]
     phases = [Phase(0.0, 1.0, 12.0), Phase(0.02, 12.0, 24.0)]
+    recovery = {"time": 13.5, "cause": "exited", "by": "spare", "seconds": 0.25, "episodes": 1}
     faults = [Fault(13.0, "killed", "a"), Fault(23.0, "frozen", "b")]
-    return Observed(phases, steps, faults, containers=8, left=0, exit_code=0)
+    return Observed(phases, steps, [recovery], faults, containers=8, left=0, exit_code=0)
 
 
 def test_steps_count_in_the_phase_in_which_they_end_except_for_its_first():
@@ -51,6 +52,7 @@ def test_the_page_shows_a_missed_goal_as_missed():
         "| without | 2% | 0.2 | 1, 0, 1, 0 | 2 | 2.00 | 2.00 | 2.00 | 2.00 (2.00 to 2.00) | 2.00 | ≤ 1.15 | **no** |"
         in text
     )
+    assert "| exited | spare | 1 | 0.25 | 0.25 |" in text
     assert "one fault cost 1.00 s on average" in text
 
 
@@ -60,8 +62,8 @@ def test_the_page_shows_a_missed_goal_as_missed():
         ({"exit_code": 1}, "the run ended with 1"),
         ({"left": 2}, "2 containers are left"),
         ({"faults": []}, "only 0 faults were injected"),
-        ({"steps": [{"gate/voided": 3.0, "rollout/env_replays": 1.0}]}, "3 episodes were voided"),
-        ({}, "no episode was recovered"),
+        ({"steps": [{"gate/voided": 3.0}]}, "3 episodes were voided"),
+        ({"recoveries": []}, "no episode was recovered"),
     ],
 )
 def test_a_run_that_did_not_survive_is_a_problem(change, problem):
