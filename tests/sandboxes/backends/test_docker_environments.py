@@ -65,6 +65,39 @@ async def test_a_container_that_is_removed_is_replaced_and_the_episode_goes_on(e
         await env.close()
 
 
+@pytest.mark.parametrize(
+    ("how", "standbys", "by", "bound"),
+    [("kill", 0, "spare", 1.0), ("kill", 1, "standby", 0.1), ("pause", 0, "spare", 5.0)],
+)
+async def test_an_episode_goes_on_in_time(how, standbys, by, bound, env_image, docker_backend):
+    placed = place("FrozenLake-v1", {}, docker_backend, SandboxSpec(image=env_image))
+    allocator = SandboxAllocator(placed, Redundancy(spares=1, standbys=standbys), make_timeout=300.0)
+    env, here = SandboxedEnv("FrozenLake-v1", allocator=allocator, reset_timeout=300.0), agentkit.make("FrozenLake-v1")
+    loop = asyncio.get_running_loop()
+    seconds = []
+    try:
+        for _ in range(3):
+            assert await env.reset(seed=5) == here.reset(seed=5)
+            assert await env.step("Up") == here.step("Up")
+            for _ in range(600):
+                followers = env._env._standbys.caught_up() if env._env._standbys is not None else []
+                if allocator.spares == 1 and len(followers) == standbys:
+                    break
+                await asyncio.sleep(0.1)
+            victim, start = box_of(env).id, loop.time()
+            await docker_backend.engine.call(how, lambda client, id=victim: getattr(client, how)(id))
+            assert await env.step("Left") == here.step("Left")
+            seconds.append(loop.time() - start)
+        log = allocator.log.recent
+        print(f"{how}, {by}: {[round(one, 3) for one in seconds]} s, of which {[round(one.seconds, 3) for one in log]}")
+        assert {recovery.by for recovery in log} == {by}
+        assert min(recovery.seconds for recovery in log) < bound
+        assert min(seconds) < bound + 1.0  # the engine takes time to kill it
+    finally:
+        await env.close()
+        await allocator.close()
+
+
 async def test_a_frozen_container_costs_an_eighth_of_the_episodes_at_most(env_image, docker_backend):
     placed = place("Sokoban-v0", {}, docker_backend, SandboxSpec(image=env_image))
     allocator = SandboxAllocator(placed, Redundancy(recovery="retry", share=64, spread=8))
