@@ -116,6 +116,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_killed_server_finds_its_sandboxes_again(machine: Machine) -> None:
     await machine.start()
     async with connected(machine) as backend:
@@ -144,6 +145,7 @@ async def test_a_killed_server_finds_its_sandboxes_again(machine: Machine) -> No
         await again.close(remove=True)
 
 
+@pytest.mark.slow
 async def test_without_a_successor_everything_is_removed(machine: Machine) -> None:
     await machine.start(keep=4.0)
     async with connected(machine, patience=1.0) as backend:
@@ -268,6 +270,7 @@ async def test_a_planned_restart_with_containers(tmp_path: Path) -> None:
         await planned_restart(machine)
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_return_in_time_loses_its_sandboxes(machine: Machine) -> None:
     await machine.start(keep=3.0)
     async with connected(machine) as backend:
@@ -283,6 +286,7 @@ async def test_a_server_that_does_not_return_in_time_loses_its_sandboxes(machine
         assert 2.0 < time.monotonic() - began < SLACK
 
 
+@pytest.mark.slow
 async def test_times_to_live_and_clients_are_kept(machine: Machine) -> None:
     config = "quota: {disconnected_seconds: 4}"
     await machine.start(config=config)
