@@ -14,7 +14,7 @@ import abc
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentkit.sandboxes.spec import SandboxSpec
@@ -219,6 +219,27 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def check(self, spec: SandboxSpec) -> None:
         """Raise ``UnsupportedFeature`` if this back end cannot provide what ``spec`` asks for."""
+
+    async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+        """Fetch an image ahead of its first use.
+
+        Args:
+            image: the name of the image.
+            timeout: seconds that fetching it may take.
+            refresh: fetch it again if its name stands for a newer one now.
+
+        Returns:
+            Whether it was missing. Back ends without images return False.
+
+        Raises:
+            ImageError: the image cannot be obtained.
+            EngineUnavailable: the engine does not answer.
+        """
+        return False
+
+    async def remove_image(self, image: str, keep: Collection[str]) -> bool:
+        """Remove an image; return False, and leave it, if a container uses it or its name or id is in ``keep``."""
+        return False
 
     @abc.abstractmethod
     async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Channel:

@@ -162,6 +162,11 @@ class SandboxApp:
                 if self._operation is None:
                     raise AccessDenied("only the operator's token may drain the server")
                 self._operation.drain(unpack(bool, call.body))
+            case "POST", "pull":
+                body = unpack(dict[str, Any], call.body)
+                image, refresh = unpack(str, pack_json(body.get("image"))), unpack(bool, pack_json(body.get("refresh")))
+                timeout = unpack(float, pack_json(body.get("timeout")))
+                return pack_json(await self._run(call, self._sessions.pull(image, timeout, refresh)))
             case "DELETE", "calls", name:
                 await self._sessions.cancel(name)
             case "DELETE", "snapshots", name:

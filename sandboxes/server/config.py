@@ -41,6 +41,23 @@ class TenantConfig(Spec):
         return self
 
 
+class ImageConfig(Spec):
+    """Which images a server fetches ahead, and when it removes images that it fetched."""
+
+    pull: tuple[str, ...] = ()
+    """Images that are fetched at the start and kept up to date; they are never removed."""
+    keep: tuple[str, ...] = ()
+    """Patterns of further images that are never removed."""
+    keep_days: float | None = Field(default=None, gt=0)
+    """Days without use after which an image is removed. None: no limit."""
+    max_disk: float | None = Field(default=None, gt=0, le=1)
+    """Share of the disk in use from which unused images are removed, whatever their age. None: no limit."""
+    interval: float = Field(default=3600.0, gt=0)
+    """Seconds between two rounds of fetching and removing."""
+    pull_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that fetching a listed image may take."""
+
+
 class ServerConfig(Spec):
     """The content of the file of ``agentkit sandbox serve --config FILE``."""
 
@@ -50,6 +67,8 @@ class ServerConfig(Spec):
     """What all clients together may use."""
     watermarks: Watermarks = Watermarks()
     """Use of the machine from which no more sandboxes are created."""
+    images: ImageConfig = ImageConfig()
+    """Images that are fetched ahead, and those that are removed."""
     metrics_token_file: str | None = None
     """File with a token that may only read ``GET /metrics``, for Prometheus. The server's own token may, too."""
     tenants: Mapping[Annotated[str, Field(pattern=_NAME)], TenantConfig] = {}

@@ -42,7 +42,7 @@ _VERBS = {
     "processes": ["input", "end", "kill"],
     "sandboxes": ["logs", "attach", "restart", "snapshot", "restore", "extend", "pause", "resume"],
 }
-_PLAIN = frozenset({"boot", "stream", "list", "drain", "pull", "images", "calls", "snapshots"})
+_PLAIN = frozenset({"boot", "stream", "list", "drain", "status", "pull", "calls", "snapshots"})
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 

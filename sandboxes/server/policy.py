@@ -133,9 +133,8 @@ def permitted(policy: Policy, spec: SandboxSpec, *, check_image: bool = True) ->
         AccessDenied: the policy does not allow a field of ``spec``.
         QuotaExceeded: an amount is larger than the policy allows.
     """
-    listed = any(fnmatch.fnmatchcase(spec.image, pattern) for pattern in policy.images)
-    if check_image and (spec.image.startswith(_SNAPSHOTS) or not listed):
-        raise _denied("image", spec.image)
+    if check_image:
+        check_image_name(policy, spec.image)
     if spec.network.mode not in policy.networks:
         raise _denied("network", spec.network.mode)
     if spec.runtime is not None and spec.runtime not in policy.runtimes:
@@ -151,6 +150,13 @@ def permitted(policy: Policy, spec: SandboxSpec, *, check_image: bool = True) ->
         check_amount(policy, name, getattr(spec.resources, name) or 0)
     check_amount(policy, "output", spec.output_limit)
     return spec.model_copy(update={"mounts": tuple(_resolved(policy, mount) for mount in spec.mounts)})
+
+
+def check_image_name(policy: Policy, image: str) -> None:
+    """Raise ``AccessDenied`` if the policy does not allow an image."""
+    listed = any(fnmatch.fnmatchcase(image, pattern) for pattern in policy.images)
+    if image.startswith(_SNAPSHOTS) or not listed:
+        raise _denied("image", image)
 
 
 def check_amount(policy: Policy, name: str, requested: float) -> None:

@@ -26,7 +26,8 @@ from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.reaper.registration import Registration
 from agentkit.sandboxes.server.host import Host
-from agentkit.sandboxes.server.policy import Policy, Quota, permitted
+from agentkit.sandboxes.server.images import ImageCache
+from agentkit.sandboxes.server.policy import Policy, Quota, check_image_name, permitted
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
 from agentkit.sandboxes.server.shares import Share
 from agentkit.sandboxes.server.state import SavedSandbox, SavedSnapshot, ServerState
@@ -90,6 +91,7 @@ class SandboxSessions:
         share: Share,
         policy: Policy,
         exists: Callable[[str], bool],
+        images: ImageCache,
         files: ServerState | None,
     ) -> None:
         self.boot = secrets.token_hex(8) if files is None else files.boot
@@ -100,6 +102,7 @@ class SandboxSessions:
         self.share = share
         self.policy = policy
         share.held = self._held
+        self._images = images
         self._exists = exists
         """Whether any tenant has a sandbox of this id."""
         self._sessions: dict[str, SandboxSession] = {}
@@ -254,6 +257,8 @@ class SandboxSessions:
         self.share.check(sandboxes=1, cpus=spec.resources.cpus, memory=spec.resources.memory)
         session = self._sessions[id] = SandboxSession(id, spec, Registration(id, spec, self.backend), loop_time())
         try:
+            if snapshot is None:
+                await self._images.use(allowed)
             channel = await self.backend.create(id, allowed, {**labels, **await session.registration.register()})
         except BaseException:
             self._forget(session)
@@ -267,6 +272,18 @@ class SandboxSessions:
         self._set_channel(session, channel, client)
         self.send_state()
         return session
+
+    async def pull(self, image: str, timeout: float, refresh: bool) -> bool:
+        """Fetch an image. Raises ``AccessDenied``, ``QuotaExceeded`` and the errors of ``Backend.pull``."""
+        check_image_name(self.policy, image)
+        self.host.check()
+        return await self._images.fetch(image, timeout, refresh=refresh)
+
+    @property
+    def images(self) -> set[str]:
+        """The names and ids of the images that sandboxes and snapshots use."""
+        snapshots = {stored.snapshot.image for stored in self._snapshots.values() if stored.snapshot is not None}
+        return snapshots | {session.spec.image for session in self._sessions.values()}
 
     async def attach(self, id: str, client: str) -> SandboxSession:
         session = self.session(id)

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -130,6 +130,16 @@ class ServerState:
     def snapshots(self) -> Iterator[SavedSnapshot]:
         """Yield the snapshots of earlier processes, whether they still exist or not."""
         return self._load("snapshots", SavedSnapshot, lambda saved: saved.snapshot.id)
+
+    def load_images(self) -> dict[str, float]:
+        """Return when each image that earlier processes fetched was last used, in seconds since 1970."""
+        try:
+            return unpack(dict[str, float], (self._directory / "images").read_bytes())
+        except (OSError, ProtocolError):
+            return {}
+
+    def save_images(self, used: Mapping[str, float]) -> None:
+        write_atomically(self._directory / "images", pack_json(dict(used)), mode=0o600)
 
     def _save(self, kind: str, id: str, fields: dict[str, Any]) -> None:
         write_atomically(self._directory / kind / paths.checked_id(id), pack_json(fields), mode=0o600)

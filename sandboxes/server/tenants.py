@@ -22,8 +22,9 @@ from agentkit.sandboxes.reaper.labels import MANAGED, RUN
 from agentkit.sandboxes.reaper.registration import Registration
 from agentkit.sandboxes.server.admission import App
 from agentkit.sandboxes.server.auth import find_tokens
-from agentkit.sandboxes.server.config import OPERATOR, ServerConfig
+from agentkit.sandboxes.server.config import OPERATOR, ImageConfig, ServerConfig
 from agentkit.sandboxes.server.host import Host
+from agentkit.sandboxes.server.images import ImageCache
 from agentkit.sandboxes.server.sessions import SandboxSessions
 from agentkit.sandboxes.server.shares import Share
 from agentkit.sandboxes.server.state import ServerState
@@ -86,6 +87,8 @@ class Tenants:
         self._backend = backend
         self._make_app = make_app
         self._files = files
+        fetched, save = ({}, lambda _: None) if files is None else (files.load_images(), files.save_images)
+        self._images = ImageCache(backend, host, ImageConfig(), self._images_in_use, fetched, save)
         self._tenants: dict[str, Tenant] = {}
         self._metrics_readers: frozenset[bytes] = frozenset()
         self._shares: list[Share] = []
@@ -119,7 +122,7 @@ class Tenants:
         self._started = True
         for tenant in self._tenants.values():
             await tenant.sessions.start()
-        for work in (self._measure_host(), self._forward_events()):
+        for work in (self._measure_host(), self._forward_events(), self._images.maintain()):
             tracked(work, self._tasks)
 
     async def stop(self, *, keep: bool = False) -> None:
@@ -183,6 +186,7 @@ class Tenants:
         readers = () if config.metrics_token_file is None else find_tokens(config.metrics_token_file)
         self._metrics_readers = frozenset(map(_digest, readers))
         self.host.watermarks = config.watermarks.shares()
+        self._images.config = config.images
         for name in [*digests, *(self._tenants.keys() - digests.keys())]:
             tenant = self._tenants.get(name) or await self._add(name, config)
             tenant.share.own, tenant.share.total = config.quota_of(name), config.quota
@@ -193,11 +197,16 @@ class Tenants:
 
     async def _add(self, name: str, config: ServerConfig) -> Tenant:
         share = Share(name, config.quota_of(name), config.quota, self._shares)
-        sessions = SandboxSessions(self._backend, self.host, share, config.policy_of(name), self._exists, self._files)
+        sessions = SandboxSessions(
+            self._backend, self.host, share, config.policy_of(name), self._exists, self._images, self._files
+        )
         tenant = self._tenants[name] = Tenant(sessions, self._make_app(sessions, self if name == OPERATOR else None))
         if self._started:
             await sessions.start()
         return tenant
+
+    def _images_in_use(self) -> set[str]:
+        return {image for tenant in self._tenants.values() for image in tenant.sessions.images}
 
     def _exists(self, id: str) -> bool:
         return any(id in tenant.sessions for tenant in self._tenants.values())

@@ -32,7 +32,7 @@ Faults are injected by rule (``faults=``, ``inject``; see ``Fault``) or directly
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -86,6 +86,8 @@ class FakeBackend(Backend):
         """The sandboxes that exist now, by id."""
         self.most = 0
         """The most sandboxes that existed at once."""
+        self.images: set[str] = set()
+        """The images that were fetched."""
         self.calls: list[Call] = []
         self.snapshot_files: dict[str, dict[str, FakeFile]] = {}
         self.rules = Rules(seed, faults)
@@ -96,6 +98,17 @@ class FakeBackend(Backend):
         self._up = True
         self._listeners: list[asyncio.Queue[BackendEvent | None]] = []
         self._ending: set[asyncio.Future[Any]] = set()
+
+    async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+        missing = image not in self.images
+        self.images.add(image)
+        return missing
+
+    async def remove_image(self, image: str, keep: Collection[str]) -> bool:
+        if image in keep or any(box.spec.image == image for box in self.boxes.values()):
+            return False
+        self.images.discard(image)
+        return True
 
     # Fault injection.
 

@@ -36,6 +36,32 @@ def status(
     _report(states, table=not as_json)
 
 
+def pull(
+    image: Annotated[str, typer.Argument(metavar="IMAGE", help="Name of the image.")],
+    backend: Annotated[str, typer.Option(help="docker, or remote for all sandbox servers.")] = "docker",
+    server: Servers = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that it may take.")] = 600.0,
+) -> None:
+    """Fetch an image, or its newest version, into the engine of this machine or on all sandbox servers."""
+    run(_pull(image, backend, server, timeout))
+    typer.echo(image)
+
+
+async def _pull(image: str, name: str, servers: list[str] | None, timeout: float) -> None:
+    from agentkit.sandboxes import backends
+    from agentkit.sandboxes.backends.remote.backend import RemoteBackend
+
+    backend, release = await backends.borrow(RemoteBackend(servers) if servers else name)
+    try:
+        if servers:
+            await backend.start()
+        await backend.pull(image, timeout=timeout, refresh=True)
+    finally:
+        await release()
+        if servers:
+            await backend.close()
+
+
 async def _drain(servers: list[str] | None, on: bool) -> dict[str, Any]:
     """Return the state of each server afterwards, or its error."""
     from agentkit.sandboxes.backends.remote.backend import RemoteBackend

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentkit.errors import ImageError, InvalidTransition, SandboxError, SandboxLost, StartTimeout, UnsupportedFeature
@@ -81,6 +81,17 @@ class DockerBackend(Backend):
             str(paths.runtime_root()): "the sockets of all sandboxes",
         }
         options.check_mounts(spec, secrets)
+
+    # Images
+
+    async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+        missing = await self._images.find(image) is None
+        pull = "always" if refresh else "missing"
+        await self._images.ensure(SandboxSpec(image=image, pull=pull, pull_timeout=timeout))
+        return missing
+
+    async def remove_image(self, image: str, keep: Collection[str]) -> bool:
+        return await self._images.remove(image, keep)
 
     # Creation
 

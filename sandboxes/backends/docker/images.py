@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,25 @@ class Images:
         if image is None:
             raise ImageError(f"image {name!r} was pulled, but the engine does not have it", image=name)
         return image
+
+    async def remove(self, name: str, keep: Collection[str]) -> bool:
+        """Remove an image; False if its name or id is in ``keep`` or a container uses it. Raises ``SandboxError``."""
+        image = await self.find(name)
+        if image is None:
+            return True
+        if name in keep or image.id in keep:
+            return False
+        try:
+            # Without force, the engine refuses to remove an image that a container uses.
+            await self._engine.call(
+                f"remove image {name}", lambda client: client.remove_image(name), queue="removal", changes=True
+            )
+        except EngineRefused as error:
+            if error.status == 409:
+                return False
+            if error.status != 404:
+                raise
+        return True
 
     def close(self) -> None:
         """Cancel the pulls."""

@@ -208,6 +208,22 @@ class RemoteBackend(Backend):
             raise _no_server()
         return [observed for some in found for observed in some]
 
+    async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+        """Let all servers that answer fetch an image at the same time.
+
+        Raises:
+            AccessDenied: the policy of a server does not allow the image.
+            ImageError: a server cannot obtain it.
+            EngineUnavailable: no server answers.
+        """
+        content = pack_json({"image": image, "timeout": timeout, "refresh": refresh})
+        answers = [*(await self.ask_all("POST", "/v1/pull", content, timeout=timeout)).values()]
+        found = [answer for answer in answers if not isinstance(answer, EngineUnavailable)]
+        for answer in found or answers:
+            if isinstance(answer, SandboxError):
+                raise answer
+        return any(unpack(bool, answer) for answer in found if isinstance(answer, bytes))
+
     async def ask_all(
         self, method: str, path: str, content: bytes = b"", *, timeout: float = _TIMEOUT
     ) -> dict[str, bytes | SandboxError]:
