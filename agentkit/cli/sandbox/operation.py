@@ -64,19 +64,26 @@ async def _pull(image: str, name: str, servers: list[str] | None, timeout: float
 
 async def _drain(servers: list[str] | None, on: bool) -> dict[str, Any]:
     """Return the state of each server afterwards, or its error."""
-    from agentkit.sandboxes.backends.remote.backend import RemoteBackend
-
-    answers = await RemoteBackend(servers).ask_all("POST", "/v1/drain", json.dumps(on).encode())
+    answers = await _ask(servers, "POST", "/v1/drain", json.dumps(on).encode())
     refused = {url: answer for url, answer in answers.items() if isinstance(answer, AgentkitError)}
     return await _status(servers) | refused
 
 
 async def _status(servers: list[str] | None) -> dict[str, Any]:
     """Return the state of each server, or its error."""
+    answers = await _ask(servers, "GET", "/v1/status")
+    return {url: answer if isinstance(answer, AgentkitError) else json.loads(answer) for url, answer in answers.items()}
+
+
+async def _ask(servers: list[str] | None, method: str, path: str, content: bytes = b"") -> dict[str, Any]:
+    """Return the response of each server, or its error."""
     from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 
-    answers = await RemoteBackend(servers).ask_all("GET", "/v1/status")
-    return {url: answer if isinstance(answer, AgentkitError) else json.loads(answer) for url, answer in answers.items()}
+    backend = RemoteBackend(servers)
+    try:
+        return dict(await backend.ask_all(method, path, content))
+    finally:
+        await backend.close()
 
 
 def _report(states: dict[str, Any], *, table: bool = True) -> None:
