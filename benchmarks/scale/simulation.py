@@ -32,7 +32,7 @@ from benchmarks.scale.cluster import DISCONNECTED, Cluster, SimulatedHost
 
 BALANCE = 0.35
 """Largest difference between the load of a host and the mean, as a share of the limit of a host."""
-SETTLED = 60.0
+SETTLED = 15.0
 """Seconds after a change of its state from which the load of a host is compared."""
 ATTEMPTS = 20
 """Attempts of one action; each ends with the loss of a sandbox."""
