@@ -306,7 +306,7 @@ class SandboxAllocator:
         while True:
             try:
                 number = next(self._numbers)
-                spare = await self._make(await self._create({number}), number)
+                spare = await self._warmed(await self._make(await self._create({number}), number))
             except AgentkitError:
                 failures += 1
                 await asyncio.sleep(backoff.delay(failures, random.Random()))
@@ -317,6 +317,15 @@ class SandboxAllocator:
             await gone.wait()
             if self._spares.pop(spare, None) is not None:
                 spare.release()
+
+    async def _warmed(self, spare: EnvSlot) -> EnvSlot:
+        """Reset a spare once, so that an episode need not wait for what the first ``reset`` loads."""
+        try:
+            await spare.reset(0, None, self._make_timeout)
+        except BaseException:
+            spare.release()
+            raise
+        return spare
 
     async def _started(self, number: int, starting: _StartingSandbox | None, avoid_hosts: set[str]) -> EnvSandbox:
         """Wait for a sandbox that is being created; create one if ``starting`` is None."""
