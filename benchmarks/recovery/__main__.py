@@ -31,25 +31,31 @@ from benchmarks.recovery.figures import NO_GOAL, Row, page, table
 RESULTS, PAGE_PATH = Path("benchmarks/results/recovery.json"), Path("docs/results/recovery.md")
 REPLAYED = ["FrozenLake-v1", "Sokoban-v0", "WebShop-v0", "AlfWorld-v0"]
 OWN = "SWEBench-v0"
+FAULTS = list(dict.fromkeys(case.fault for case in cases.CASES))
 TASK = "wcwidth__wcwidth-0.2.13"
 TASKS = 5
 """Number of tasks of each environment, played in turn."""
 
 
-async def replayed_rows(id: str, repeats: int, concurrency: int) -> list[Row]:
-    """Measure all faults of one environment that is replayed."""
+async def replayed_rows(id: str, faults: Sequence[str], repeats: int, concurrency: int) -> list[Row]:
+    """Measure faults of one environment that is replayed."""
     scripts, _ = await experts(id, TASKS)
     env = {"id": id, "sandbox_spec": {"image": IMAGE}}
     found = []
+
+    def add(row: Row) -> None:
+        found.append(row)
+        print(table([row]).splitlines()[2], file=sys.stderr, flush=True)
+
     for case in (*cases.KILLED, *cases.FROZEN, *cases.SLOW):
-        number = repeats if case in cases.KILLED else (repeats + 1) // 2
-        found.append(await cases.container_row(env, case, scripts, number, concurrency))
-        print(table(found[-1:]).splitlines()[2], file=sys.stderr, flush=True)
+        if case.fault in faults:
+            number = repeats if case in cases.KILLED else (repeats + 1) // 2
+            add(await cases.container_row(env, case, scripts, number, concurrency))
     for how, case in cases.LOST:
-        with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-            rounds = max(1, repeats // 4)
-            found.append(await cases.host_row(env, how, case, scripts, rounds, concurrency, Path(directory)))
-        print(table(found[-1:]).splitlines()[2], file=sys.stderr, flush=True)
+        if case.fault in faults:
+            with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+                rounds = max(1, repeats // 4)
+                add(await cases.host_row(env, how, case, scripts, rounds, concurrency, Path(directory)))
     return found
 
 
@@ -64,13 +70,16 @@ async def own_rows(repeats: int) -> list[Row]:
     return [await cases.own_sandbox_row(env, case, repeats) for case in cases.OWN]
 
 
-def measured(ids: list[str], repeats: int, concurrency: int) -> Iterator[Row]:
+def measured(ids: Sequence[str], faults: Sequence[str], repeats: int, concurrency: int) -> Iterator[Row]:
     """Yield the rows of all environments; one that cannot be measured has a row with the reason."""
     for id in ids:
         try:
-            yield from asyncio.run(own_rows(repeats) if id == OWN else replayed_rows(id, repeats, concurrency))
+            work = own_rows(repeats) if id == OWN else replayed_rows(id, faults, repeats, concurrency)
+            yield from asyncio.run(work)
         except AgentkitError as error:
             yield Row(id, "all faults", "", NO_GOAL, (), 0, f"{type(error).__name__}: {error}")
+        left_out = [fault for fault in FAULTS if fault not in faults and id != OWN]
+        yield from (Row(id, fault, "any redundancy", NO_GOAL, (), 0, "Left out of this run.") for fault in left_out)
 
 
 def main() -> None:
@@ -79,11 +88,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4, help="episodes at the same time")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=[*REPLAYED, OWN], default=[*REPLAYED, OWN], metavar="ENV")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT")
     asked = parser.parse_args()
     repeats = 2 if asked.quick else asked.repeats
     begin = os.getloadavg()[0]
-    build_env_image(packages=["alfworld"], tag=IMAGE)
-    found = list(measured(asked.only, repeats, asked.concurrency))
+    if asked.only != [OWN]:
+        build_env_image(packages=["alfworld"], tag=IMAGE)
+    found = list(measured(asked.only, asked.faults, repeats, asked.concurrency))
     machine = (
         f"{os.cpu_count()} CPUs with a load of {begin:.1f} at the beginning and {os.getloadavg()[0]:.1f} at the end, "
         f"Linux {platform.release()}, Python {platform.python_version()}"
@@ -96,18 +107,19 @@ def main() -> None:
 
 
 def save(found: Sequence[Row], machine: str, concurrency: int) -> None:
-    """Replace the results of the measured environments; write the page once all environments have results."""
+    """Replace the results of the measured environments, and write the page of all results."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for id in dict.fromkeys(row.env for row in found):
         rows = [asdict(row) for row in found if row.env == id]
         known[id] = {"machine": machine, "concurrency": concurrency, "rows": rows}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
-    if set(known) == {*REPLAYED, OWN}:
-        machines = {id: known[id]["machine"] for id in (*REPLAYED, OWN)}
-        rows = [Row.of(row) for id in machines for row in known[id]["rows"]]
-        PAGE_PATH.write_text(page(rows, machines, concurrency))
-        print(f"written to {PAGE_PATH}")
+    machines = {id: known[id]["machine"] for id in (*REPLAYED, OWN) if id in known}
+    rows = [Row.of(row) for id in machines for row in known[id]["rows"]]
+    missing = [id for id in (*REPLAYED, OWN) if id not in known]
+    rows += [Row(id, "all faults", "any redundancy", NO_GOAL, (), 0, "Not run yet.") for id in missing]
+    PAGE_PATH.write_text(page(rows, machines, concurrency))
+    print(f"written to {PAGE_PATH}")
 
 
 if __name__ == "__main__":
