@@ -259,9 +259,11 @@ async def own_sandbox_row(env: Mapping[str, Any], case: Case, repeats: int) -> R
             await handle.act(["bash ls"])
             await asyncio.sleep(SPARE_PAUSE)
             begin = time.perf_counter()
-            await command(*attack, handle._env._lease.box.id)
+            code, _ = await command(*attack, handle._env._lease.box.id)
             cause = ""
             while not cause:  # the signal may arrive after a command
+                if code or time.perf_counter() - begin > READY_TIMEOUT:
+                    raise TimeoutError(f"{' '.join(attack)} had no effect (exit code {code})")
                 try:
                     await handle.act(["bash ls"])
                 except EnvError as error:

@@ -37,6 +37,7 @@ def test_steps_count_in_the_phase_in_which_they_end_except_for_its_first():
     assert (clean.rate, clean.seconds, clean.faults) == (0.0, (1.0,) * 4, {})
     assert (faulty.rate, faulty.seconds, faulty.faults) == (0.02, (2.0,) * 4, {"killed": 2, "frozen": 2})
     assert ratio(faulty.seconds, clean.seconds) == (2.0, 2.0, 2.0)
+    assert json.loads(json.dumps(asdict(faulty)))["faults"] == faulty.faults
 
 
 def test_the_interval_of_a_ratio_contains_it():
@@ -53,7 +54,7 @@ def test_the_page_shows_a_missed_goal_as_missed():
         in text
     )
     assert "| exited | spare | 1 | 0.25 | 0.25 |" in text
-    assert "one fault cost 1.00 s on average" in text
+    assert "2 steps with 2 faults took +2.0 s in total" in text
 
 
 @pytest.mark.parametrize(
