@@ -196,6 +196,8 @@ class Supervised(ABC, Generic[T]):
                 except AgentkitError as error:
                     cause = self.loss(error)
                     if cause is None:
+                        if record and error.side_effects != "none":
+                            self.forbid_replay(f"{name} failed ({error}), so its effect is not known")
                         raise
                     self.notice(target, cause, error)
                     lost = error

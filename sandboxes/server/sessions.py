@@ -135,7 +135,9 @@ class SandboxSessions:
         self.background(self._expire_sessions())
 
     async def stop(self) -> None:
-        """Remove everything within 30 s; the reaper removes the rest."""
+        """Tell the clients that their sandboxes are lost, and remove all within 30 s; the reaper removes the rest."""
+        for key in [*self._channels, *self._adopted]:
+            self._close_channel(key, "engine_down")
         self._stopping = True
         await self._end_work([*self._calls.values(), *self._tasks])
         removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
@@ -177,10 +179,11 @@ class SandboxSessions:
             raise EngineUnavailable(str(self._restarting), **self._restarting.details)
 
     def cause(self, error: Exception) -> Exception:
-        """Return the error of a call for its client: not how a restart has cut it, but that it did."""
-        if not self._stopping or self._restarting is None:
+        """Return the error of a call for its client: not how the end of this process has cut it, but that it did."""
+        if not self._stopping:
             return error
-        cut = EngineUnavailable("the sandbox server restarted during the call", **self._restarting.details)
+        cut = self._restarting or EngineUnavailable("the sandbox server stops")
+        cut = EngineUnavailable(f"the call was cut: {cut}", **cut.details)
         cut.side_effects = "maybe"
         return cut
 
@@ -430,6 +433,8 @@ class SandboxSessions:
         )
         lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)}
         _offer(queue, _line(lost=lost))
+        if self._stopping:
+            _offer(queue, None)
         return queue
 
     def unsubscribe(self, queue: asyncio.Queue[bytes | None]) -> None:

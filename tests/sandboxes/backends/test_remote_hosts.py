@@ -154,6 +154,23 @@ async def test_a_host_whose_server_is_killed_is_lost_at_once(servers: list[Serve
         await replacement.close()
 
 
+async def test_a_host_whose_server_stops_is_lost_at_once(servers: list[ServerProcess]) -> None:
+    one, two = servers
+    async with connected(one.url, two.url) as backend:
+        box = await on_host(backend, one.host)
+        work = Work(box)
+        await work.start()
+        one.send(signal.SIGINT)
+        assert await work.lost(SLACK) < REFUSED + BUSY
+        with pytest.raises(SandboxLost, match="engine_down"):
+            await box.exec("true")
+        replacement = await Sandbox.create(SMALL, backend=backend)  # the server may still answer
+        assert backend.host_of(replacement.id) == two.host
+        await replacement.close()
+        await box.close()
+        assert await until(lambda: state_of(backend, one.host) == "down") < BUSY
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stopped", "dropped"])
 async def test_a_silent_host_is_lost_in_five_seconds(fault: str, servers: list[ServerProcess]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from seeds import over_all_seeds
 from simulation import SimulatedPool, play
 
-from agentkit.errors import ConfigError, SandboxLost
+from agentkit.errors import ConfigError, DiskFull, SandboxLost
 from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.recovery.supervisor import SandboxRecovery, SupervisedSandbox, Supervisor
 from agentkit.sandboxes.testing import virtual_time
@@ -189,9 +189,14 @@ async def diverging_or_unknown_actions_are_not_rebuilt(seed: int) -> None:
         SimulatedPool(seed, min_idle=1, max_size=3) as sim,
         Supervisor(sim.pool, recovery="replay").run() as box,
     ):
-        if seed % 2:
+        if seed % 3 == 0:
             await box.exec("sleep 100", timeout=1)
             match = "timeout"
+        elif seed % 3 == 1:
+            size = sim.pool.spec.resources.workspace + 1
+            with pytest.raises(DiskFull):
+                await box.write("file", bytes(size))
+            match = "effect is not known"
         else:
             await box.exec("identify file")  # a different text in each sandbox
             await box.exec("cat file")
