@@ -70,6 +70,7 @@ class SandboxedEnv(AsyncTextEnv):
         self._env = _SupervisedSlot(allocator)
         self._begun = False
         """Whether an episode is in progress."""
+        self._runs_policy_code = True
 
     async def start(self) -> Description:
         """Make the environment if there is none, and return its description.
@@ -96,7 +97,9 @@ class SandboxedEnv(AsyncTextEnv):
         return result
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        return await self._go_on("step", lambda slot: slot.step(action, self._step_timeout), "step")
+        # Code of the policy must not get a second attempt by being slow.
+        hedge: Operation | None = None if self._runs_policy_code else "step"
+        return await self._go_on("step", lambda slot: slot.step(action, self._step_timeout), hedge)
 
     async def render(self) -> Any:
         """Return a text, a picture (uint8, height x width x 3 or 4) or None, depending on ``render_mode``."""
@@ -135,6 +138,7 @@ class SandboxedEnv(AsyncTextEnv):
 
     def _declare(self, description: Description) -> None:
         self.instructions = description.instructions
+        self._runs_policy_code = description.runs_policy_code
         self.max_turns, self.actions_per_turn = description.max_turns, description.actions_per_turn
         self.deterministic = description.deterministic  # pyright: ignore[reportAttributeAccessIssue]
         self.observation_space, self.action_space = description.spaces()

@@ -77,6 +77,14 @@ class Moody(Faulty):
     deterministic: ClassVar[bool] = False
 
 
+class Programs(Faulty):
+    """An environment that runs code of the policy."""
+
+    @classmethod
+    def runs_policy_code(cls, **kwargs: Any) -> bool:
+        return True
+
+
 class Own(Faulty):
     """An environment that declares sandboxes of its own."""
 

@@ -33,10 +33,11 @@ ACTIONS = ["a", "b", "c", "d", "e", "f"]
 class World:
     """A simulated engine whose sandboxes serve environments. Making an environment takes a second."""
 
-    def __init__(self, seed: int, redundancy: Redundancy) -> None:
+    def __init__(self, seed: int, entry: str, redundancy: Redundancy) -> None:
         self.rng = random.Random(seed)
         self.backend = FakeBackend(seed=seed, commands={"python3": self._serve})
-        self.allocator = SandboxAllocator(place("Faulty-v0", {}, self.backend), redundancy)
+        agentkit.register(f"{entry}-v0", f"faulty_envs:{entry}")
+        self.allocator = SandboxAllocator(place(f"{entry}-v0", {}, self.backend), redundancy)
         self.slow: dict[str, float] = {}
         """Seconds that each answer takes longer, by sandbox."""
         self.envs: list[SandboxedEnv] = []
@@ -68,9 +69,8 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(seed: int = 0, **redundancy: Any) -> AsyncIterator[World]:
-    agentkit.register("Faulty-v0", "faulty_envs:Faulty")
-    made = World(seed, Redundancy(**redundancy))
+async def world(seed: int = 0, entry: str = "Faulty", **redundancy: Any) -> AsyncIterator[World]:
+    made = World(seed, entry, Redundancy(**redundancy))
     try:
         yield made
         await asyncio.gather(*(env.close() for env in made.envs))
@@ -207,6 +207,20 @@ def test_slow_resets_and_steps_are_hedged_and_neighbours_keep_their_sandbox() ->
                 if hedged == "reset":
                     assert sim.box(neighbour) == slow
             await neighbour.step("a")
+
+    virtual_time.run(run())
+
+
+def test_code_of_the_policy_gets_no_second_attempt_by_being_slow() -> None:
+    async def run() -> None:
+        async with world(entry="Programs", spares=1, standbys=1, hedge=0.5) as sim:
+            env = sim.env()
+            for seed in range(21):  # so that a call would be hedged
+                await env.reset(seed=seed)
+            await sim.ready()
+            sim.slow[sim.box(env)] = 5.0
+            assert await env.step("a") == expected(20)[1]
+            assert sim.allocator.log.hedged["step"] == 0
 
     virtual_time.run(run())
 
