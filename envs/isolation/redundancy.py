@@ -46,8 +46,9 @@ class Redundancy:
         if self.recovery is not None:
             check_choice("recovery", self.recovery, RecoveryMode)
         for name, least in (("spares", 0), ("standbys", 0), ("share", 1), ("spread", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < least:
+                raise ConfigError(f"{name}={number!r} must be an integer, at least {least}")
         if self.standbys and self.recovery not in (None, "replay"):
             raise ConfigError(f"standbys={self.standbys} needs recovery='replay', not {self.recovery!r}")
         if isinstance(self.hedge, str):

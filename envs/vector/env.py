@@ -83,6 +83,8 @@ def make_vec(
     if num_envs < 1 or (max_steps is not None and max_steps < 1):
         raise ValueError(f"num_envs={num_envs} and max_steps={max_steps} must be at least 1")
     autoreset = AutoresetMode(autoreset_mode)
+    if "sandbox" in kwargs:
+        raise ConfigError(f"make_vec has no argument sandbox={kwargs['sandbox']!r}: give the back end as mode")
     if sandbox_spec is not None and mode in ("async", "process"):
         raise ConfigError(f"sandbox_spec describes a sandbox and mode={mode!r} has none; use mode='docker'")
     if redundancy is not None and mode == "process":

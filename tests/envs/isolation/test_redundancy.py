@@ -259,7 +259,7 @@ def _kill_one(sim: World) -> None:
 
 def test_contradicting_settings_are_errors() -> None:
     contradictions: list[dict[str, Any]] = [
-        {"standbys": 1, "recovery": "void"}, {"spares": -1}, {"hedge": "p42"}, {"share": 0},
+        {"standbys": 1, "recovery": "void"}, {"spares": -1}, {"spares": 1.5}, {"hedge": "p42"}, {"share": 0},
     ]  # fmt: skip
     for wrong in contradictions:
         with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -137,6 +137,8 @@ def test_spaces_and_limits() -> None:
             agentkit.make_vec("FrozenLake-v1", **wrong)
     with pytest.raises(ConfigError, match="mode='async' has none"):
         agentkit.make_vec("FrozenLake-v1", 1, sandbox_spec={"image": "x"})
+    with pytest.raises(ConfigError, match="back end as mode"):
+        agentkit.make_vec("FrozenLake-v1", 1, sandbox="docker")
     for mode in ("async", "process"):
         with pytest.raises(ConfigError, match="redundancy needs"):
             agentkit.make_vec("FrozenLake-v1", 1, mode=mode, redundancy=agentkit.Redundancy())
