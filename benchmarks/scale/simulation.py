@@ -16,6 +16,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentkit.errors import EngineUnavailable, SandboxLost
@@ -34,6 +35,7 @@ BALANCE = 0.35
 """Largest difference between the load of a host and the mean, as a share of the limit of a host."""
 SETTLED = 15.0
 """Seconds after a change of its state from which the load of a host is compared."""
+HOST_FAULTS = ("crash", "silent crash", "silent", "drain", "restart", "pressure")
 ATTEMPTS = 20
 """Attempts of one action; each ends with the loss of a sandbox."""
 
@@ -76,6 +78,8 @@ class Report:
     episodes: int = 0
     recoveries: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    in_use: int = 0
+    """The most sandboxes in use at once."""
     most: int = 0
     """The most sandboxes at once."""
     imbalance: float = 0.0
@@ -96,12 +100,12 @@ class _CheckedQueue(WaitQueue):
 class Simulation:
     """One run."""
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
-        self.scenario, self.seed = scenario, seed
+    def __init__(self, scenario: Scenario, seed: int, show: Callable[[str], object]) -> None:
+        self.scenario, self.seed, self._show = scenario, seed, show
         self.rng = random.Random(seed)
         self.report = Report()
         self.cluster = Cluster(scenario.hosts, scenario.limit, seed)
-        self._begun = 0
+        self._in_use = 0
 
     async def run(self) -> Report:
         """Run it to its end. Raises ``AssertionError`` if an invariant is violated."""
@@ -153,10 +157,13 @@ class Simulation:
         while loop_time() < self.scenario.seconds:
             lines = [str(rng.randrange(10**6)) for _ in range(self.scenario.actions)]
             async with supervisor.run() as box:
+                self._in_use += 1
+                self.report.in_use = max(self.report.in_use, self._in_use)
                 for line in lines:
                     await self._act(box, f"append log {line}")
                     await asyncio.sleep(rng.expovariate(1 / self.scenario.think))
                 result = await self._act(box, "cat log")
+                self._in_use -= 1
             assert result.stdout.split() == lines, f"episode of user {number}: {result.stdout!r} instead of {lines}"
             self.report.recoveries += box.recoveries
             self.report.episodes += 1
@@ -180,13 +187,18 @@ class Simulation:
     # Faults.
 
     async def _fail_hosts(self) -> None:
-        """Fail hosts at random; at most a third at a time, and all are well again at the end."""
+        """Fail hosts at random; at most a third at a time, and all are well again at the end.
+
+        Each kind of failure occurs once before any occurs again.
+        """
         tasks: set[asyncio.Task[None]] = set()
+        kinds: list[str] = []
         while loop_time() < self.scenario.seconds:
             await asyncio.sleep(self.rng.expovariate(self.scenario.host_faults))
             well = [host for host in self.cluster.hosts if host.usable]
             if len(well) > 2 * self.scenario.hosts / 3:
-                kind = self.rng.choice(["crash", "silent crash", "silent", "drain", "restart", "pressure"])
+                kinds = kinds or self.rng.sample(HOST_FAULTS, len(HOST_FAULTS))
+                kind = kinds.pop()
                 self.report.faults[f"host: {kind}"] += 1
                 tasks.add(asyncio.ensure_future(self._fail_host(self.rng.choice(well), kind)))
         await asyncio.gather(*tasks)
@@ -231,6 +243,7 @@ class Simulation:
             await asyncio.sleep(5.0)
             used = {host: len(host.engine.boxes) for host in self.cluster.hosts}
             self.report.most = max(self.report.most, sum(used.values()))
+            self._show(f"{loop_time():.0f} s: {self._in_use} in use, {self.report}")
             settled = [number for host, number in used.items() if host.usable and loop_time() - host.since > SETTLED]
             if settled:
                 mean = sum(settled) / len(settled)
@@ -239,13 +252,13 @@ class Simulation:
                 assert difference <= BALANCE, f"at {loop_time():.0f} s the hosts have {sorted(settled)} sandboxes"
 
 
-def simulate(scenario: Scenario, seed: int) -> Report:
-    """Run a scenario; an error names the seed."""
+def simulate(scenario: Scenario, seed: int, show: Callable[[str], object] = lambda state: None) -> Report:
+    """Run a scenario; an error names the seed. ``show`` gets the state every five virtual seconds."""
     try:
-        return virtual_time.run(_run(scenario, seed), limit=100_000)
+        return virtual_time.run(_run(scenario, seed, show), limit=100_000)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-async def _run(scenario: Scenario, seed: int) -> Report:
-    return await Simulation(scenario, seed).run()
+async def _run(scenario: Scenario, seed: int, show: Callable[[str], object]) -> Report:
+    return await Simulation(scenario, seed, show).run()

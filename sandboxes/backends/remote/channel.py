@@ -21,7 +21,7 @@ from agentkit.sandboxes.backends.remote.connection import ServerConnection
 from agentkit.sandboxes.backends.remote.http import Response
 from agentkit.sandboxes.output import Capture
 from agentkit.sandboxes.server.protocol import pack_arguments, pack_request, unpack, unpack_error, unpack_result
-from agentkit.sandboxes.tasks import finished
+from agentkit.sandboxes.tasks import finished, retrieve
 from agentkit.sandboxes.types import ExecRequest, ExecResult, FileInfo, Stats, Stream
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class RemoteChannel(Channel):
     async def guarded(self, work: Awaitable[T]) -> T:
         """Await ``work``; cancel it and raise ``SandboxLost`` when the channel is lost."""
         task = asyncio.ensure_future(work)
+        task.add_done_callback(retrieve)  # if the caller is cancelled, it does not see how the call ended
         try:
             await asyncio.wait({task, self.lost}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and self.lost.result() not in _UNEXPLAINED:
