@@ -33,10 +33,10 @@ LARGE = Scenario(
     hosts=100,
     sandboxes=10_000,
     spares=200,
-    seconds=30.0,
+    seconds=25.0,
     actions=2,
-    think=15.0,
-    host_faults=0.6,
+    think=20.0,
+    host_faults=0.5,
     sandbox_faults=5.0,
     ping_interval=30.0,
 )

@@ -114,8 +114,9 @@ class Measured:
 
     sandboxes: int
     ping_interval: float = HEALTH.ping_interval
+    ping_timeout: float = HEALTH.ping_timeout
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Durations by operation until the kill."""
+    """Durations by operation: of creations until the end, of all others until the kill."""
     use: dict[str, Use] = field(default_factory=dict)
     """By process, under load."""
     per_host: Mapping[str, int] = field(default_factory=dict)

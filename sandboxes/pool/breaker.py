@@ -88,6 +88,8 @@ class Breaker:
         self._state: BreakerState = "closed"
         self._epoch = 0
         self._opened_at = 0.0
+        self._slow_at = float("-inf")
+        """Time of the last slow call that was counted."""
         self.cause = ""
         """Cause of the last change of state."""
         self._trials = 0
@@ -144,7 +146,7 @@ class Breaker:
         why = ""
         try:
             yield
-            verdict, why = self._verdict(operation, self._time() - start)
+            verdict, why = self._verdict(operation, start)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -170,7 +172,12 @@ class Breaker:
         self._opened_at = self._time()
         self._change("open", cause)
 
-    def _verdict(self, operation: str, duration: float) -> tuple[bool, str]:
+    def _verdict(self, operation: str, start: float) -> tuple[bool | None, str]:
+        """Return whether a successful call was good and why not; None if it adds nothing to an earlier bad call.
+
+        Calls that were slow at the same time count once: one host of many may have delayed them all.
+        """
+        duration = self._time() - start
         known = self._durations.setdefault(operation, deque(maxlen=_MEMORY))
         # A trial call only shows whether the engine is back. Otherwise a lasting slowdown would never end.
         judged = len(known) >= self._min_calls and self._state == "closed"
@@ -178,6 +185,9 @@ class Breaker:
         known.append(duration)
         if median is None or duration <= max(self._slow * median, self._slow_floor):
             return True, ""
+        if start < self._slow_at:
+            return None, ""
+        self._slow_at = self._time()
         return False, f"{operation} took {duration:.2f} s, usually {median:.2f} s"
 
     def _record(self, good: bool, why: str) -> None:

@@ -90,7 +90,7 @@ class Supervisor:
         self._recovery: SandboxRecovery = recovery
         self._max_recoveries, self._period = max_recoveries, period
         self._log = log
-        self._sandboxes: list[SupervisedSandbox] = []
+        self._sandboxes: dict[SupervisedSandbox, None] = {}
 
     @contextlib.asynccontextmanager
     async def run(self, timeout: float | None = None) -> AsyncIterator[SupervisedSandbox]:
@@ -105,11 +105,11 @@ class Supervisor:
         lease = await self._pool.acquire(timeout)
         limit = RestartLimit(self._max_recoveries, self._period)
         sandbox = SupervisedSandbox(self._pool, lease, self._recovery, self._replicas, limit, self._log)
-        self._sandboxes.append(sandbox)
+        self._sandboxes[sandbox] = None
         try:
             yield sandbox
         finally:
-            self._sandboxes.remove(sandbox)
+            del self._sandboxes[sandbox]
             await finished(sandbox.stop())
 
     def status(self) -> list[Status]:

@@ -1,15 +1,19 @@
-"""Supervised episodes on simulated hosts that fail: no episode is lost, and no sandbox is left behind."""
+"""Supervised episodes on hosts that fail, simulated and real: no episode is lost, and no sandbox is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
+import pytest
+from docker_boxes import WatchedDocker
 from seeds import over_all_seeds
 
 from agentkit.sandboxes.pool.pool import SandboxPool
 from agentkit.sandboxes.testing import virtual_time
 from benchmarks.scale.cluster import Cluster
+from benchmarks.scale.servers import measure, running_servers
 from benchmarks.scale.simulation import Scenario, simulate
 
 SMALL = Scenario(sandboxes=12, spares=3, seconds=30.0, actions=6, think=2.0, host_faults=0.3)
@@ -51,3 +55,13 @@ def test_callers_wait_while_all_hosts_are_full() -> None:
 def test_small_cluster_over_all_seeds(seeds: range) -> None:
     for seed in seeds[::10]:  # a seed takes seconds
         simulate(SMALL, seed)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_real_servers(docker_backend: WatchedDocker, tmp_path: Path) -> None:
+    with running_servers(2, "docker", limit=20, directory=tmp_path) as servers:
+        measured = await measure(servers, "docker", users=6, seconds=5.0)
+    assert (measured.lost, measured.wrong, measured.left) == (0, 0, 0)
+    assert sorted(measured.per_host) == sorted(server.host for server in servers)
+    assert len(measured.recovered) == measured.killed_with > 0
