@@ -65,7 +65,7 @@ def sandboxes(request):
 
 
 def pool_labels(backend):
-    entry: Any = shared._open["programs", backend, MEMORY]
+    entry: Any = shared._open["programs", backend, MEMORY, None]
     return entry.resource._pool.labels
 
 
@@ -637,7 +637,7 @@ async def torment(sandboxes, end, program, times):
             lambda shared: shared.run(program, ["a", "b"], LIMITS, begun=lambda: loop.call_soon_threadsafe(began.set))
         )
     )
-    entry: Any = shared._open["programs", sandboxes[0], MEMORY]
+    entry: Any = shared._open["programs", sandboxes[0], MEMORY, None]
     while not work.done() and ended < times:
         waiting = asyncio.ensure_future(began.wait())
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
