@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import statistics
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,7 +228,7 @@ class SandboxReport:
 
     def _digest(self) -> None:
         """Count what was reported, and write its events."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         records = [self._reported.popleft() for _ in range(len(self._reported))]
         for record in records:
             self._tally.add(record)
