@@ -102,9 +102,10 @@ async def test_redundancy_of_programs():
 def test_environments_with_own_sandboxes_are_not_replayed():
     with pytest.raises(ConfigError, match="CodeContest makes its sandboxes itself"):
         agentkit.make("CodeContest-v0", redundancy=Redundancy(recovery="replay"))
+    math = EnvConfig(id="Math-v0", kwargs={"tools": True}, sandbox="docker")
     for settings in ({"recovery": "replay"}, {"standbys": 1}):
         with pytest.raises(ConfigError, match="Math makes its sandboxes itself"):
-            EnvSource.of(EnvConfig(id="Math-v0", kwargs={"tools": True}, sandbox="docker", **settings))
+            EnvSource.of(math.model_copy(update=settings))
 
 
 def test_contradicting_arguments_are_rejected():
