@@ -156,11 +156,11 @@ class DockerEngine:
             raise
 
     def _translated(self, what: str, error: Exception, timeout: float) -> Exception:
+        if isinstance(error, SandboxError):
+            return error
         import requests
         from docker.errors import APIError, DockerException
 
-        if isinstance(error, SandboxError):
-            return error
         if isinstance(error, APIError) and error.response is not None:
             return EngineRefused(f"{what}: the engine reports: {error.explanation}", status=error.response.status_code)
         if isinstance(error, requests.exceptions.Timeout):
