@@ -275,7 +275,7 @@ def test_serving(tmp_path: Path) -> None:
     assert process.stdout is not None
     line = process.stdout.readline().decode()
     assert line.startswith("serving local sandboxes at http://127.0.0.1:")
-    rules.write_text(f"tenants: {{team: {{token_sha256: [{'0' * 64}]}}}}")
+    rules.write_text(f"tenants: {{team: {{token_sha256: [{'a' * 64}]}}}}")
     process.send_signal(signal.SIGHUP)
     until(lambda: b"team" in agentkit("status", "--server", line.split()[-1]).stdout, "the new tenant")
     process.send_signal(signal.SIGTERM)
