@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import simulation
+from requiring import require
 from server_process import TOKEN, ServerProcess
 
 from agentkit.errors import (
@@ -145,8 +146,7 @@ def test_other_addresses_than_loopback_need_tls(host: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed: apt-get install openssl")
+    require(shutil.which("openssl") is not None, "apt-get install openssl")
     directory = tmp_path_factory.mktemp("tls")
     cert, key = str(directory / "cert.pem"), str(directory / "key.pem")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from requiring import require
 
 from agentkit.errors import AccessDenied, ImageError, QuotaExceeded
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
@@ -125,8 +126,8 @@ async def test_an_image_is_fetched_on_all_servers() -> None:
 def registry(tmp_path: Path) -> Iterator[str]:
     """Run a registry on loopback, which engines trust without TLS; yield its address."""
     program = shutil.which("docker-registry")
-    if program is None:
-        pytest.skip("docker-registry is not installed: apt-get install docker-registry")
+    require(program is not None, "apt-get install docker-registry")
+    assert program is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     config = tmp_path / "config.yml"
