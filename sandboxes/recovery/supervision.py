@@ -129,9 +129,18 @@ class Supervised(ABC, Generic[T]):
             elif self._stopped:
                 raise self.failed(SandboxLost("it was stopped", reason="closed"))
             elif self.target is None:
-                self._adopt((await self.acquire(()))[0])
+                self._adopt(await self._acquire_first())
             else:
                 return self.target
+
+    async def _acquire_first(self) -> T:
+        """Acquire a target; another one if it is lost before its first call, as often as the limit allows."""
+        while True:
+            try:
+                return (await self.acquire(()))[0]
+            except SandboxLost:
+                if not self._limit.allow(loop_time()):
+                    raise
 
     async def begin(self, *, fresh: bool = False) -> None:
         """Forget the recorded calls, recoveries and a failure: the next call starts a new state.
