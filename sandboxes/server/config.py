@@ -51,7 +51,7 @@ class ImageConfig(Spec):
     keep_days: float | None = Field(default=None, gt=0)
     """Days without use after which an image is removed. None: no limit."""
     max_disk: float | None = Field(default=None, gt=0, le=1)
-    """Share of the disk in use from which unused images are removed, whatever their age. None: no limit."""
+    """Share of the disk in use from which unused images of any age are removed. None: no limit."""
     interval: float = Field(default=3600.0, gt=0)
     """Seconds between two rounds of fetching and removing."""
     pull_timeout: float = Field(default=1800.0, gt=0)
