@@ -30,6 +30,8 @@ class Recovery:
     """Host of the target that was lost."""
     sandbox: str = ""
     """Id of the sandbox that was lost, or in which the target failed; empty if the target had none."""
+    error: str = ""
+    """Message of the error that ended the target, if a call raised one."""
 
 
 class RecoveryLog:

@@ -288,7 +288,8 @@ class Supervised(ABC, Generic[T]):
                 raise NotRecovered(final)
             target, means = await self._until_rebuilt(lost, error)
             self.recoveries += 1
-            self._records.add(Recovery(cause, means, loop_time() - began, host, sandbox))
+            seconds, message = loop_time() - began, "" if error is None else str(error)
+            self._records.add(Recovery(cause, means, seconds, host, sandbox, message))
             self._adopt(target)
         except (AgentkitError, NotRecovered) as failure:
             self.failure = failure.error if isinstance(failure, NotRecovered) else failure

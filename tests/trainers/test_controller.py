@@ -93,6 +93,10 @@ def evaluation_episodes(directory: Path) -> list[tuple[int, Trajectory]]:
     return [(row.step, played) for row, played in iterate_trajectories(directory / "episodes.sqlite", ending="eval")]
 
 
+def recorded_events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
 def tokens(trajectory: Trajectory) -> tuple[Any, ...]:
     """Return all token data of an episode's record, for bitwise comparison."""
     return (
@@ -141,7 +145,7 @@ async def test_a_step_without_signal_is_reported_with_the_reason(tmp_path: Path)
     reason = "no answer was valid"
     assert any(text.startswith(f"step 1 had no signal to learn from: {reason}") for text in watcher.messages)
     assert "step 2 had no signal either" in watcher.messages
-    events = [json.loads(line) for line in (config.dir / "events.jsonl").read_text().splitlines()]
+    events = recorded_events(config.dir)
     event, again = [event for event in events if event["event"] == "no_signal"]
     assert (event["step"], again["step"], again["reason"]) == (1, 2, event["reason"])
     assert event["reason"].startswith(reason)
@@ -265,6 +269,12 @@ class Fragile(TextEnv):
         return "done", 1.0, True, False, {"success": True, "action_valid": True}
 
 
+class FragileAndRandom(Fragile):
+    """An environment whose episodes cannot be replayed."""
+
+    deterministic = False
+
+
 class Hopeless(Fragile):
     """An environment that never starts."""
 
@@ -273,8 +283,8 @@ class Hopeless(Fragile):
 
 
 async def test_broken_environments_are_replaced_and_counted_but_never_scored(tmp_path: Path) -> None:
-    agentkit.register("Fragile-v0", Fragile)
-    config = small(tmp_path / "run", env={"id": "Fragile-v0", "kwargs": {}, "parser": "plain"})
+    agentkit.register("FragileAndRandom-v0", FragileAndRandom)
+    config = small(tmp_path / "run", env={"id": "FragileAndRandom-v0", "kwargs": {}, "parser": "plain"})
     summary, watcher = await go(config)
     assert summary.success_after == 1.0
     assert sum(metrics["env/failures"] for metrics in watcher.metrics) > 0
@@ -284,6 +294,18 @@ async def test_broken_environments_are_replaced_and_counted_but_never_scored(tmp
     failed = [trajectory for trajectory in evaluated if trajectory.outcome == "voided"]
     assert len(evaluated) - len(failed) == 2 * config.evaluation.episodes
     assert all("broken on arrival" in trajectory.reason for trajectory in failed)
+
+
+async def test_episodes_of_broken_environments_are_replayed_and_reported(tmp_path: Path) -> None:
+    agentkit.register("Fragile-v0", Fragile)
+    config = small(tmp_path / "run", env={"id": "Fragile-v0", "kwargs": {}, "parser": "plain"})
+    summary, watcher = await go(config)
+    assert summary.success_after == 1.0
+    assert sum(metrics["rollout/env_replays"] for metrics in watcher.metrics) > 0
+    assert sum(metrics["env/failures"] for metrics in watcher.metrics) == 0
+    recovered = [event for event in recorded_events(config.dir) if event["event"] == "env_recovered"]
+    assert recovered
+    assert all("broken on arrival" in event["error"] for event in recovered)
 
 
 async def test_an_environment_that_never_works_stops_the_run_with_its_own_error(tmp_path: Path) -> None:

@@ -107,21 +107,24 @@ def incidents(records: Iterable[object]) -> list[tuple[str, dict[str, Any]]]:
     """Return the kind and the fields of the events that records stand for.
 
     A failed sandbox is one event. The recoveries of the environments in it, by one cause and in one way, are another:
-    ``episodes`` is their number, ``seconds`` the longest time.
+    ``episodes`` is their number, ``seconds`` the longest time. So are those of environments without a sandbox.
     """
     events: list[tuple[str, dict[str, Any]]] = []
-    recoveries: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+    recoveries: defaultdict[tuple[str, str, str, str], list[Recovery]] = defaultdict(list)
     for record in records:
         if isinstance(record, telemetry.Retired) and record.reason not in _PLANNED:
             lost = {"sandbox": record.sandbox, "host": record.host, "cause": record.reason, "in_use": record.in_use}
             events.append(("sandbox_lost", lost))
         elif isinstance(record, telemetry.CreationFailed):
             events.append(("sandbox_not_created", {"error": record.error}))
-        elif isinstance(record, Recovery) and record.sandbox:
-            recoveries[record.sandbox, record.host, record.cause, record.by].append(record.seconds)
-    for (sandbox, host, cause, by), seconds in recoveries.items():
-        fields = {"sandbox": sandbox, "host": host, "cause": cause, "by": by}
-        events.append(("sandbox_recovered", {**fields, "episodes": len(seconds), "seconds": round(max(seconds), 4)}))
+        elif isinstance(record, Recovery):
+            recoveries[record.sandbox, record.host, record.cause, record.by].append(record)
+    for (sandbox, host, cause, by), some in recoveries.items():
+        fields = {"cause": cause, "by": by, "episodes": len(some), "seconds": round(max(r.seconds for r in some), 4)}
+        if sandbox:
+            events.append(("sandbox_recovered", {"sandbox": sandbox, "host": host, **fields}))
+        else:
+            events.append(("env_recovered", {**fields, "error": some[-1].error}))
     return events
 
 
