@@ -11,7 +11,6 @@ Layout::
     events.jsonl       one line per event (start, failure, roll-back, …)
     episodes.sqlite    every trajectory (see ``agentkit.records``)
     checkpoints/       one folder per checkpoint
-    weights/           weights published by the learner to the engines
     model/             the trained policy in the format of transformers
     tokenizer/         only in evaluations (``agentkit eval --out``), which have no ``model``
     logs/              standard output of processes; files of TensorBoard and W&B
@@ -47,7 +46,6 @@ class RunDirectory:
         self.events_file = path / "events.jsonl"
         self.episodes_file = path / "episodes.sqlite"
         self.checkpoints = path / "checkpoints"
-        self.weights = path / "weights"
         self.model = path / "model"
         self.logs = path / "logs"
         self.set_aside: Path | None = None
@@ -157,7 +155,7 @@ class RunDirectory:
         self.set_aside = folder
 
     def _make_folders(self) -> None:
-        for folder in (self.checkpoints, self.weights, self.logs):
+        for folder in (self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
     def _take_lock(self) -> None:

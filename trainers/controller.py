@@ -62,8 +62,6 @@ async def run(
     """
     found = checkpoint.list_checkpoints(directory.checkpoints)
     checkpoint.tidy(directory.checkpoints, config.checkpoint.keep)
-    for leftover in directory.weights.iterdir():  # Partial files of a killed process; the weights are published again.
-        leftover.unlink()
     if resume and not found:
         raise CheckpointError(
             f"{directory.path} has no checkpoint to resume from; start again with `agentkit run "
@@ -73,7 +71,7 @@ async def run(
     with Recorder(directory, open_trackers(config, directory)) as recorder:
         recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
         try:
-            async with start_roles(config, directory.weights / "policy.safetensors") as roles:
+            async with start_roles(config) as roles:
                 callbacks = _Callbacks(on_step, on_episode, stop)
                 session = _Run(config, directory, recorder, view, stop, roles, callbacks)
                 result = await session.go(found[-1] if resume else None)
@@ -216,8 +214,9 @@ class _Run:
         got = time.monotonic()
         with progress.work(f"{label}: training", detail=self.loop.under_way):
             metrics = await self.roles.train(flatten(groups), self.step)
+            weights = await self.roles.stage(self.step + 1)
             trained = time.monotonic()
-            await self.loop.publish(self.roles.weights, self.step + 1)
+            await self.loop.publish(weights)
         ended = time.monotonic()
         # Episodes that end from here on are recorded under the next step and are not in the snapshot.
         self.step += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentkit import progress
@@ -21,6 +20,7 @@ from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.hosts import EnvSource
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import Weights, WeightsInPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +31,32 @@ class Roles:
     parser: ActionParser
     learner: Any
     engine: InferenceEngine
-    weights: Path
-    """The file to which the learner publishes the policy's weights, and from which the engine loads them."""
     shared: bool
     """Whether the engine uses the learner's weights in place; they must not change while it computes."""
 
     async def train(self, batch: Batch, step: int) -> dict[str, float]:
-        """Do one training step and publish its weights as version ``step + 1``."""
+        """Do one training step."""
         if self.shared:
             await self.engine.pause("abort")
-        metrics = await self.learner.train(batch, step)
-        await self._export(step + 1)
-        return metrics
+        return await self.learner.train(batch, step)
+
+    async def stage(self, version: int) -> Weights:
+        """Make the learner's weights available to engines as ``version``, while they go on generating."""
+        return WeightsInPlace(version) if self.shared else await self.learner.publish(version)
 
     async def publish(self, version: int) -> None:
         """Load the learner's weights into an engine that has no requests. (The rollout loop updates a busy engine.)"""
-        await self._export(version)
+        weights = await self.stage(version)
         await self.engine.pause("abort")
         try:
-            await self.engine.update_weights(self.weights, version)
+            await self.engine.update_weights(weights)
         finally:
             await self.engine.resume()
 
-    async def _export(self, version: int) -> None:
-        if not self.shared:
-            await self.learner.publish(self.weights, version)
-
 
 @contextlib.asynccontextmanager
-async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
-    """Start learner and engine in the placement of ``config``; the file ``weights`` connects them."""
+async def start_roles(config: RunConfig) -> AsyncIterator[Roles]:
+    """Start learner and engine in the placement of ``config``."""
     with progress.work("loading the tokenizer"):
         renderer = ChatRenderer(load_tokenizer(config.model.path))
     with progress.work(f"looking at {config.env.id}"):
@@ -85,7 +81,7 @@ async def start_roles(config: RunConfig, weights: Path) -> AsyncIterator[Roles]:
             engine = await place_engine(config, **({"model_object": learner.model} if shared else {}))
             stack.push_async_callback(engine.close)
             await engine.start()
-        yield Roles(renderer, parser, learner, engine, weights, shared)
+        yield Roles(renderer, parser, learner, engine, shared)
 
 
 async def place_engine(config: RunConfig, **extra: Any) -> Any:

@@ -12,7 +12,6 @@ import itertools
 import time
 import tracemalloc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import Weights, WeightsInPlace
 
 TURNS = 10
 ANSWERS = ("Left", "Down", "Right", "Up")
@@ -98,8 +98,8 @@ class InstantEngine:
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, path: Path, version: int) -> int:
-        return version
+    async def update_weights(self, weights: Weights) -> int:
+        return weights.version
 
     async def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0.0, 0, len(self._waiting))
@@ -138,7 +138,7 @@ async def _rate(envs: int, turns: int, *, unique: bool) -> float:
 
 async def _step(loop: RolloutLoop, version: int) -> int:
     await loop.next_batch()
-    await loop.publish(Path("none"), version + 1)
+    await loop.publish(WeightsInPlace(version + 1))
     return version + 1
 
 

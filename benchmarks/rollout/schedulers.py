@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 from agentkit import registry
 from agentkit.config import RunConfig
@@ -17,6 +16,7 @@ from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import WeightsInPlace
 from benchmarks.rollout.simulation import SimulatedEngine, WaitingRoom
 from benchmarks.rollout.workload import Workload
 
@@ -90,7 +90,7 @@ async def ours(plan: Plan) -> float:
             await loop.next_batch()
             await asyncio.sleep(plan.train_s)
             if wave + 1 < plan.waves:
-                await loop.publish(Path("none"), wave + 1)
+                await loop.publish(WeightsInPlace(wave + 1))
         return _now() - start
     finally:
         await loop.close()

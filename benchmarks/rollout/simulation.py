@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from agentkit.envs.base import AsyncTextEnv
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import Weights
 from benchmarks.rollout.workload import ENGINE_S, SLOTS, Workload
 
 
@@ -47,8 +47,8 @@ class SimulatedEngine:
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, path: Path, version: int) -> int:
-        return version
+    async def update_weights(self, weights: Weights) -> int:
+        return weights.version
 
     async def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0.0, 0, 0)

@@ -97,4 +97,4 @@ def _check_leftovers(run: Path, config: RunConfig) -> None:
     assert checkpoints[-1] == f"step-{config.steps:06d}"
     assert all(name.startswith("step-") for name in checkpoints), checkpoints
     assert (run / "model").resolve() == (run / "checkpoints" / checkpoints[-1] / "model").resolve()
-    assert [path.name for path in (run / "weights").iterdir()] == ["policy.safetensors"]
+    assert not list(run.rglob("*.partial*"))

@@ -186,6 +186,8 @@ async def test_a_stop_leaves_a_checkpoint_and_resuming_equals_never_having_stopp
     await go(whole)
     summary, _ = await go(parts, stop_after=1)
     assert (summary.finished, summary.steps) == (False, 1)
+    (parts.dir / "weights").mkdir()  # earlier releases published weights through a file in it
+    (parts.dir / "weights" / "policy.safetensors").write_bytes(b"of an earlier release")
     summary, watcher = await go(parts, resume=True)
     assert summary.finished
     assert (summary.steps, len(watcher.metrics)) == (2, 1)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from weights_reading import state_of
 
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, EngineError
 from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.cluster import place
 from agentkit.trainers.inference.base import Generation, Sampling
-from agentkit.trainers.learner.files import write_weights
 from agentkit.trainers.models.load import load_policy
+from agentkit.trainers.weights.base import Weights
+from agentkit.trainers.weights.shared_memory import SharedStaging
 from agentkit.types import Group, Trajectory, Turn
 
 pytestmark = pytest.mark.timeout(600)  # every process imports torch, which takes its time on a busy machine
@@ -98,8 +98,9 @@ async def outcome(
     config = make_config(**placement)
     kwargs = {"placement": config.learner.placement, "ranks": config.learner.ranks}
     metrics: dict[str, float] = {}
+    after: Tensors = {}
     async with placed(LEARNER, config, **kwargs) as learner:
-        await learner.publish(directory / "before.safetensors", 0)
+        before = state_of(await learner.publish(0))
         await learner.imitate(make_batch(0), 1e-3)
         training = asyncio.create_task(learner.train(make_batch(1), 0))
         ticks = 0
@@ -112,17 +113,21 @@ async def outcome(
             await learner.save(directory / "state")
         else:
             metrics = await learner.train(make_batch(2), 1)
-            await learner.publish(directory / "after.safetensors", 2)
+            after = await read(learner)
         with pytest.raises(CheckpointError):
             await learner.load(directory / "nothing")
     if resume:
         async with placed(LEARNER, config, **kwargs) as learner:
             await learner.load(directory / "state")
             metrics = await learner.train(make_batch(2), 1)
-            await learner.publish(directory / "after.safetensors", 2)
-    with safe_open(directory / "after.safetensors", "pt") as file:
-        assert file.metadata()["version"] == "2"
-    return metrics, load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
+            after = await read(learner)
+    return metrics, before, after
+
+
+async def read(learner: Any) -> Tensors:
+    published = await learner.publish(2)
+    assert published.version == 2
+    return state_of(published)
 
 
 async def check_same_in_a_process(directory: Path, **options: Any) -> None:
@@ -166,19 +171,19 @@ def placed_engine(placement: str, *, deterministic: bool) -> Any:
     return placed(ENGINE, config.model, config.engine, seed=5, deterministic=deterministic, placement=placement)
 
 
-def write_other_weights(path: Path, version: int) -> None:
+def other_weights(staging: SharedStaging, version: int) -> Weights:
     policy = load_policy(make_config().model, seed=77)
-    write_weights(path, {name: weight.clone() for name, weight in policy.state_dict().items()}, version)
+    return staging.stage(version, [list(policy.state_dict().items())])
 
 
-async def play(engine: Any, weights: Path) -> list[Generation]:
+async def play(engine: Any, weights: Weights) -> list[Generation]:
     """Run seeded requests of several sessions concurrently, before and after a change of weights."""
     results: list[Generation] = []
     prompts = np.random.default_rng(4).integers(0, 300, (12, 20)).astype(np.int32)
     for version in (0, 3):
         if version:
             await engine.pause("abort")
-            assert await engine.update_weights(weights, version) == version
+            assert await engine.update_weights(weights) == version
             await engine.resume()
         results += await asyncio.gather(
             *(
@@ -190,12 +195,14 @@ async def play(engine: Any, weights: Path) -> list[Generation]:
 
 
 @pytest.mark.slow
-async def test_an_engine_generates_the_same_in_a_process(tmp_path: Path) -> None:
-    write_other_weights(tmp_path / "weights.safetensors", 3)
+async def test_an_engine_generates_the_same_in_a_process() -> None:
+    staging = SharedStaging()
+    weights = other_weights(staging, 3)
     results = []
     for placement in ("inline", "process"):
         async with placed_engine(placement, deterministic=True) as engine:
-            results.append(await play(engine, tmp_path / "weights.safetensors"))
+            results.append(await play(engine, weights))
+    staging.release()
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)

@@ -47,7 +47,7 @@ def batch() -> Batch:
     return flatten([Group(0, 0, 0, [member(0), member(1)])])
 
 
-async def gradient(tmp_path: Path, **env: Any) -> float:
+async def gradient(**env: Any) -> float:
     """Return the norm of the first gradient under ``aggregation: constant``."""
     config = RunConfig.model_validate(
         {
@@ -56,17 +56,17 @@ async def gradient(tmp_path: Path, **env: Any) -> float:
             "algorithm": {"advantage": "dr_grpo", "loss": "pg", "aggregation": "constant"},
         }
     )
-    async with start_roles(config, tmp_path / "weights.safetensors") as roles:
+    async with start_roles(config) as roles:
         return (await roles.learner.train(batch(), 0))["policy/grad_norm"]
 
 
 async def test_the_constant_of_an_aggregation_is_the_length_that_the_environment_declares(tmp_path: Path) -> None:
     registry.register("Patient-v0", Patient)
-    once = await gradient(tmp_path, id="Patient-v0")
-    assert await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 8}) == pytest.approx(once / 8, rel=1e-4)
-    limited = await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 8}, max_turns=2)
+    once = await gradient(id="Patient-v0")
+    assert await gradient(id="Patient-v0", kwargs={"turns": 8}) == pytest.approx(once / 8, rel=1e-4)
+    limited = await gradient(id="Patient-v0", kwargs={"turns": 8}, max_turns=2)
     assert limited == pytest.approx(once / 2, rel=1e-4)
-    tools = await gradient(tmp_path, id="Math-v0", kwargs={"tools": True})
+    tools = await gradient(id="Math-v0", kwargs={"tools": True})
     assert tools == pytest.approx(once / 8, rel=1e-4)
 
 
@@ -74,8 +74,8 @@ async def test_the_constant_of_an_environment_in_a_sandbox_is_what_it_declares_t
     tmp_path: Path, local_sandboxes: None
 ) -> None:
     registry.register("Patient-v0", Patient)
-    there = await gradient(tmp_path, id="Patient-v0", kwargs={"turns": 5}, sandbox="local")
-    assert there == pytest.approx(await gradient(tmp_path, id="Patient-v0") / 5, rel=1e-4)
+    there = await gradient(id="Patient-v0", kwargs={"turns": 5}, sandbox="local")
+    assert there == pytest.approx(await gradient(id="Patient-v0") / 5, rel=1e-4)
 
 
 def test_a_learner_without_a_turn_limit_raises_a_clear_error() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
+from agentkit.trainers.weights.base import Weights
 from agentkit.types import FinishReason, FloatArray, IntArray, VersionRuns
 
 PauseMode = Literal["abort", "keep"]
@@ -89,11 +89,11 @@ class InferenceEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, path: Path, version: int) -> int:
-        """Load the weights file ``path`` (safetensors, names as in the model's state dict) as policy ``version``.
+    async def update_weights(self, weights: Weights) -> int:
+        """Load ``weights`` (names as in the model's state dict) and serve them as policy ``weights.version``.
 
         Call it while paused. Returns the version that is now served, after all prefix caches of older weights are
-        cleared.
+        cleared. Raises ``EngineError``; weights that do not fit the model, or are no longer available, change nothing.
         """
         ...
 

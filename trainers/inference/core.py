@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from agentkit.errors import EngineError
@@ -18,6 +17,7 @@ from agentkit.trainers.inference.batch import RunningBatch
 from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sessions import SessionStore
 from agentkit.trainers.inference.weights import load_weights
+from agentkit.trainers.weights.base import Weights
 from agentkit.types import FinishReason
 
 
@@ -103,20 +103,20 @@ class Core:
         self._check()
         self._paused = False
 
-    def update(self, path: Path, version: int) -> int:
+    def update(self, weights: Weights) -> int:
         self._check()
         if not self._paused:
             raise EngineError("update_weights was called while the engine samples: call pause first")
         if not self._shared:
-            load_weights(self._model, path, version)
+            load_weights(self._model, weights)
         self._store.clear()
         kept = self._batch.clear()
         for request in kept:
             request.close_run(self._version)
         # Back to the head of the queue, in order: joining again computes their keys under the new weights.
         self._waiting.extendleft(reversed(kept))
-        self._version = version
-        return version
+        self._version = weights.version
+        return weights.version
 
     def fail(self, error: EngineError) -> None:
         """Fail every request, and every later call, with the error."""

@@ -11,7 +11,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,12 @@ from agentkit.trainers.inference.sampling import check_sampling, uniforms
 from agentkit.trainers.inference.serving import prepare, vocabulary_size
 from agentkit.trainers.inference.sessions import SessionStore
 from agentkit.trainers.models import load_policy, load_tokenizer
+from agentkit.trainers.weights.base import Weights
 
 _START_TIMEOUT_S = 1800.0
 """Loading may download a model."""
 _CONTROL_TIMEOUT_S = 300.0
-"""Pausing waits for one token, updating for one file."""
+"""Pausing waits for one token, updating for one copy of the weights."""
 _IDLE_BATCHES = 4
 """Maximum prefix memory of idle sessions, in full batches of full length."""
 
@@ -56,7 +56,7 @@ class HFEngine:
 
         ``deterministic``: requests are computed one by one and reuse nothing, so a result depends only on prompt,
         sampling seed and weights. ``model_object``: serve this transformers model in place, without a copy;
-        its owner changes the weights while the engine is paused, and ``update_weights`` reads no file.
+        its owner changes the weights while the engine is paused, and ``update_weights`` copies nothing.
         """
         self._model, self._engine, self._seed = model, engine, seed
         self._rows = 1 if deterministic else engine.max_batch
@@ -117,8 +117,8 @@ class HFEngine:
     async def resume(self) -> None:
         await self._call("resume", lambda core: core.resume())
 
-    async def update_weights(self, path: Path, version: int) -> int:
-        return await self._call("update_weights", lambda core: core.update(path, version))
+    async def update_weights(self, weights: Weights) -> int:
+        return await self._call("update_weights", lambda core: core.update(weights))
 
     async def stats(self) -> EngineStats:
         return self._running().stats()

@@ -29,19 +29,19 @@ from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.inference.clock import BusyClock
-from agentkit.trainers.inference.manifest import checkpoint_shapes, read_manifest
 from agentkit.trainers.inference.sampling import check_sampling
 from agentkit.trainers.inference.vllm_launch import SEED, launch
+from agentkit.trainers.inference.weights import checkpoint_shapes
+from agentkit.trainers.weights.base import Weights, check_fits
+from agentkit.trainers.weights.shared_memory import SharedWeights
 
 START_TIMEOUT = 1800.0
 """Seconds for loading a model; vLLM's own limits are shorter in most places."""
 CONTROL_TIMEOUT = 600.0
-"""Seconds for a pause, a resume or one bucket of weights."""
+"""Seconds for a pause, a resume or one copy of the weights."""
 CLOSE_TIMEOUT = 30.0
 """Seconds for vLLM's processes to end by themselves before they are killed."""
 ABORT_TIMEOUT = 60.0
-BUCKET_BYTES = 512 << 20
-"""Most bytes of weights that a worker holds besides the model while it loads them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,27 +264,28 @@ class VLLMEngine:
         self._paused = False
         self._clock.resume()
 
-    async def update_weights(self, path: Path, version: int) -> int:
+    async def update_weights(self, weights: Weights) -> int:
         llm = self._serving()
         if not self._paused:
             raise EngineError("weights are updated while the engine is paused: call pause(...) first")
-        manifest = await asyncio.to_thread(read_manifest, path, version)
-        manifest.check_fits(self._served)
+        check_fits(weights, self._served)
+        if not isinstance(weights, SharedWeights):
+            raise EngineError(f"the vLLM engine cannot load {type(weights).__name__}: publish into shared memory")
+        await asyncio.to_thread(next, weights.buckets())  # before any weight changes: are they still there?
         try:
             # Requests that were kept lose their cache too: vLLM preempts them, and computes it again on resumption.
             if not await self._control(llm.reset_prefix_cache(reset_running_requests=True)):
                 raise EngineError("vLLM could not empty its KV cache")
             await self._control(llm.start_weight_update())
-            for names in manifest.buckets(BUCKET_BYTES):
-                await self._control(llm.update_weights(_bucket_request(manifest.path, names)))
-            await self._control(llm.finish_weight_update(weight_version=str(version)))
+            await self._control(llm.update_weights(_update_request(weights)))
+            await self._control(llm.finish_weight_update(weight_version=str(weights.version)))
             return int(await self._control(llm.get_weight_version()))
         except BaseException as error:
-            self._unusable = f"its update to version {version} failed half-way ({_last_line(error)})"
+            self._unusable = f"its update to version {weights.version} failed half-way ({_last_line(error)})"
             if isinstance(error, Exception):
                 raise EngineError(
-                    f"vLLM did not load {path} as version {version} ({_last_line(error)}): the engine serves nothing "
-                    "until it is restarted; publish every parameter of the model, named as in its state dict"
+                    f"vLLM did not load the weights of version {weights.version} ({_last_line(error)}): it serves "
+                    "nothing until it is restarted; publish every parameter of the model, named as in its state dict"
                 ) from error
             raise
 
@@ -369,10 +370,10 @@ def _init_request() -> Any:
     return WeightTransferInitRequest(init_info={})
 
 
-def _bucket_request(path: Path, names: list[str]) -> Any:
+def _update_request(weights: SharedWeights) -> Any:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    return WeightTransferUpdateRequest(update_info={"path": str(path), "names": names})
+    return WeightTransferUpdateRequest(update_info=weights.plain())
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""Extension of vLLM's worker processes: load a weights file, and report log-probs of the full vocabulary.
+"""Extension of vLLM's worker processes: load published weights, and report log-probs of the full vocabulary.
 
 vLLM imports this module in every worker, as its worker extension, before it loads the model. The import registers the
 transport below under the name that the engine's configuration asks for, and starts the watch over the owner.
 
-Invariant: an update either replaces every parameter of the model or is reported as failed. A file that leaves a
+Invariant: an update either replaces every parameter of the model or is reported as failed. Weights that leave a
 parameter untouched would otherwise serve a mixture of two policies.
 """
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,35 +27,39 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from agentkit.trainers.inference.vllm_guard import guard
 from agentkit.trainers.inference.vllm_launch import SEED
+from agentkit.trainers.weights.shared_memory import SharedWeights
+from agentkit.trainers.weights.tensors import tensor_of
 
-TRANSPORT = "agentkit_safetensors"
+TRANSPORT = "agentkit_shared_memory"
 """Name of the transport in vLLM's registry."""
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """A file needs no rendezvous."""
+    """Shared memory needs no rendezvous."""
 
 
 @dataclass
-class FileBucket(WeightTransferUpdateInfo):
-    """Some tensors of a safetensors file, by name."""
+class SegmentUpdate(WeightTransferUpdateInfo):
+    """What ``SharedWeights.plain`` returns: vLLM passes only plain data to its workers."""
 
-    path: str = ""
-    names: list[str] = field(default_factory=list)
+    version: int = 0
+    tensors: list[list[Any]] = field(default_factory=list)
+    segment: list[Any] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
 
 
-class SafetensorsTransfer(WeightTransferEngine):
-    """A weight-transfer engine of vLLM's own kind whose wire is a safetensors file.
+class SharedMemoryTransfer(WeightTransferEngine):
+    """A weight-transfer engine of vLLM's own kind whose wire is the shared memory of one machine.
 
-    vLLM ships transports for NCCL, CUDA IPC and RDMA, all of which need accelerators on both sides. A file works with
-    every device and with tensor-parallel workers alike: each reads the names of a bucket and keeps its shards.
+    vLLM ships transports for NCCL, CUDA IPC and RDMA, all of which need accelerators on both sides. Shared memory works
+    with every device and with tensor-parallel workers alike: each reads the segment and keeps its shards.
     Layer-wise reloading is vLLM's: parameters return to their checkpoint form, are loaded, processed again as at the
     first load (packing, quantisation) and copied into the tensors that the kernels already hold.
     """
 
     init_info_cls = NoInit
-    update_info_cls = FileBucket
+    update_info_cls = SegmentUpdate
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing; there is no connection."""
@@ -68,12 +71,13 @@ class SafetensorsTransfer(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
         self._untouched = served & {name for name, _ in self.model.named_parameters()}
 
-    def receive_weights(self, update_info: FileBucket) -> None:
-        """Load one bucket. The model's own loader renames, fuses and shards the tensors."""
-        with safe_open(update_info.path, framework="pt", device="cpu") as file:
-            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in update_info.names)
-        # A model whose loader does not report what it loaded cannot be checked; all of vLLM's usual ones do.
-        self._untouched = self._untouched - loaded if loaded is not None else set()
+    def receive_weights(self, update_info: SegmentUpdate) -> None:
+        """Load all tensors. The model's own loader renames, fuses and shards them."""
+        weights = SharedWeights.of_plain(vars(update_info))
+        for bucket in weights.buckets():
+            loaded = self.model.load_weights((spec.name, tensor_of(spec, data)) for spec, data in bucket)
+            # A model whose loader does not report what it loaded cannot be checked; all of vLLM's usual ones do.
+            self._untouched = self._untouched - loaded if loaded is not None else set()
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -81,7 +85,7 @@ class SafetensorsTransfer(WeightTransferEngine):
             repack_tied(self.model)
         if self._untouched:
             some = ", ".join(sorted(self._untouched)[:3])
-            raise RuntimeError(f"the weights file leaves {len(self._untouched)} parameters untouched, such as {some}")
+            raise RuntimeError(f"the weights leave {len(self._untouched)} parameters untouched, such as {some}")
 
     def shutdown(self) -> None:
         """Do nothing; no resource stays open between updates."""
@@ -102,7 +106,7 @@ def repack_tied(model: torch.nn.Module) -> None:
         seen.update(own)
 
 
-WeightTransferEngineFactory.register_engine(TRANSPORT, SafetensorsTransfer)
+WeightTransferEngineFactory.register_engine(TRANSPORT, SharedMemoryTransfer)
 
 
 class OwnSampler(torch.nn.Module):

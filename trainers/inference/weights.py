@@ -1,6 +1,6 @@
-"""Load a published weights file into a served model.
+"""Load published weights into a served model.
 
-Invariant: an update is atomic; names and shapes are checked before any weight is written.
+Invariant: an update is atomic; names and shapes are checked, and the weights are available, before any is written.
 """
 
 from __future__ import annotations
@@ -12,35 +12,46 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentkit.errors import EngineError
-from agentkit.trainers.inference.manifest import Manifest, read_manifest
+from agentkit.trainers.weights.base import Weights, check_fits
+from agentkit.trainers.weights.tensors import tensor_of
 
 
 @torch.no_grad()
-def load_weights(model: Any, path: Path, version: int) -> None:
-    """Copy the safetensors file ``path`` into ``model`` in place, converting to its precision and device.
+def load_weights(model: Any, weights: Weights) -> None:
+    """Copy ``weights`` into ``model`` in place, converting to its precision and device.
 
-    Tensors that are tied in the model may be left out of the file. Raises ``EngineError`` when the file cannot be
-    read, was published as another version, or belongs to another model; the model is then unchanged.
+    Tensors that are tied in the model may be left out. Raises ``EngineError`` when the weights are of another model or
+    no longer available.
     """
     state = model.state_dict()
-    manifest = read_manifest(path, version)
-    _check(state, manifest)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for tensor in manifest.tensors:
-                state[tensor.name].copy_(file.get_tensor(tensor.name))
-    except (SafetensorError, OSError) as error:
-        raise EngineError(f"the weights in {path} cannot be read ({error}): publish them again") from error
+    _check(state, weights)
+    for bucket in weights.buckets():
+        for spec, data in bucket:
+            state[spec.name].copy_(tensor_of(spec, data))
 
 
-def _check(state: dict[str, torch.Tensor], manifest: Manifest) -> None:
-    names = {tensor.name for tensor in manifest.tensors}
+def _check(state: dict[str, torch.Tensor], weights: Weights) -> None:
+    names = {tensor.name for tensor in weights.tensors}
     if unknown := sorted(names - state.keys()):
         raise EngineError(
-            f"the weights file {manifest.path} holds {unknown[0]} ({len(unknown)} such tensors), which the served "
-            "model does not have: publish the policy's own state dict, adapters merged"
+            f"the weights of version {weights.version} have {unknown[0]} ({len(unknown)} such tensors), which the "
+            "served model does not have: publish the policy's own state dict, adapters merged"
         )
     held = {state[name].data_ptr() for name in names}
-    manifest.check_fits(
-        {name: tuple(tensor.shape) for name, tensor in state.items() if name in names or tensor.data_ptr() not in held}
+    check_fits(
+        weights,
+        {name: tuple(tensor.shape) for name, tensor in state.items() if name in names or tensor.data_ptr() not in held},
     )
+
+
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of all tensors in a model directory's safetensors files; empty if none can be read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118 (the handle is not a mapping)
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+        except (OSError, SafetensorError):
+            return {}
+    return shapes

@@ -1,4 +1,4 @@
-"""Files of a learner: published weights, exports, and its part of a checkpoint.
+"""Files of a learner: exports, and its part of a checkpoint.
 
 Invariant: a file appears under its name only when it is complete and on the disk (temporary name, fsync, rename).
 """
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from agentkit.atomic_file import replacing
 from agentkit.errors import CheckpointError, RunDirectoryError
@@ -42,13 +40,6 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def write_weights(path: Path, state: dict[str, Tensor], version: int) -> None:
-    """A safetensors file with the policy's version in its metadata."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    metadata = {"format": "pt", "version": str(version)}
-    _replace(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

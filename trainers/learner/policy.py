@@ -111,6 +111,22 @@ class PolicyModel:
             seen.add(value.data_ptr())
         return plain
 
+    def buckets(self, limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the tensors of ``merged_state_dict`` in lists of at most ``limit`` bytes each (one tensor at least).
+
+        All ranks must iterate, in step.
+        """
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self.merged_state_dict().items():
+            if bucket and size + tensor.nbytes > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
     def plain_copy(self) -> PreTrainedModel:
         """A deep copy of the model as it is now, adapters merged, in float32."""
         if self.adapters is None:

@@ -1,4 +1,4 @@
-"""The learner role: an asynchronous interface to ``Training``, with a compute thread and files for published weights.
+"""The learner role: an asynchronous interface to ``Training``, with a compute thread and staged weights.
 
 Invariant: all computation happens in one separate thread, one call at a time, so an inline learner never blocks the
 event loop and no two calls use the weights at once. With several ranks every method is called on every rank; only rank
@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, LearnerError
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.learner.files import read_state, write_state, write_weights, writing
+from agentkit.trainers.learner.files import read_state, write_state, writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
+from agentkit.trainers.weights.base import BUCKET_BYTES, Staging, Weights
+from agentkit.trainers.weights.shared_memory import SharedStaging
 
 Result = TypeVar("Result")
 
@@ -34,6 +36,7 @@ class Learner:
         self._config, self._rank, self._world_size, self._init_method = config, rank, world_size, init_method
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._training: Training | None = None
+        self._staging: Staging = SharedStaging()
         self._closed = False
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
 
@@ -59,9 +62,12 @@ class Learner:
         """
         return await self._compute(lambda: self._ready.train(batch, step))
 
-    async def publish(self, path: Path, version: int) -> None:
-        """Write the policy's weights (safetensors, plain names, adapters merged, ``version`` in the metadata)."""
-        await self._compute(lambda: self._publish(Path(path), version))
+    async def publish(self, version: int) -> Weights:
+        """Stage the policy's weights (plain names, adapters merged) as ``version``, for any number of engines.
+
+        They stay available until the next ``publish`` or ``close``. Raises ``LearnerError`` when there is no room.
+        """
+        return await self._compute(lambda: self._publish(version))
 
     async def export(self, directory: Path) -> None:
         """Write model and tokenizer as a Hugging Face directory that transformers and vLLM load."""
@@ -76,9 +82,10 @@ class Learner:
         await self._compute(lambda: self._load(Path(directory)))
 
     async def close(self) -> None:
-        """Leave the ranks and stop the thread after its current call. Idempotent."""
+        """Leave the ranks, release the staged weights and stop the thread after its current call. Idempotent."""
         if self._closed:
             return
+        await self._compute(self._staging.release)
         if self._training is not None:
             training, self._training = self._training, None
             await self._compute(training.close)
@@ -114,10 +121,13 @@ class Learner:
             "device": str(policy.device),
         }
 
-    def _publish(self, path: Path, version: int) -> None:
-        policy = self._ready.policy
+    def _publish(self, version: int) -> Weights | None:
+        buckets = self._ready.policy.buckets(BUCKET_BYTES)
         if self._rank == 0:
-            write_weights(path, policy.merged_state_dict(), version)
+            return self._staging.stage(version, buckets)
+        for _ in buckets:  # gathered from all ranks
+            pass
+        return None
 
     def _export(self, directory: Path) -> None:
         policy = self._ready.policy

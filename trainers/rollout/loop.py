@@ -12,7 +12,6 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from agentkit.config import RunConfig, attempts
@@ -30,6 +29,7 @@ from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.trainers.rollout.tasks import TaskCursor
+from agentkit.trainers.weights.base import Weights
 from agentkit.types import Group, Trajectory
 
 Ending = Literal["trained", "dropped", "cancelled", "voided"]
@@ -124,17 +124,17 @@ class RolloutLoop:
             self._wake.clear()
             await self._wake.wait()
 
-    async def publish(self, path: Path, version: int) -> None:
-        """Serve the weights in ``path`` as ``version``; this ends the training of the last batch.
+    async def publish(self, weights: Weights) -> None:
+        """Serve ``weights``; this ends the training of the last batch.
 
         Turns in flight are generated again or continue, according to ``rollout.in_flight``.
         """
         was_running, self._running = self._running, False
         await self._engine.pause("abort" if self._rollout.in_flight == "retry" else "keep")
-        served = await self._engine.update_weights(path, version)
-        if served != version:
-            raise EngineError(f"the engine serves version {served} after an update to {version}")
-        self.gate.published(version)
+        served = await self._engine.update_weights(weights)
+        if served != weights.version:
+            raise EngineError(f"the engine serves version {served} after an update to {weights.version}")
+        self.gate.published(weights.version)
         await self._engine.resume()
         self._running = was_running
         self._admit()

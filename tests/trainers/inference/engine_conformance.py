@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import Generation, InferenceEngine, PauseMode, Sampling
 from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
+from agentkit.trainers.weights.base import Weights
+from agentkit.trainers.weights.shared_memory import SharedStaging
 
 ENGINE = EngineConfig(max_batch=8, max_context=192)
 """Small, so that requests wait in line and contexts fill up."""
@@ -51,9 +52,9 @@ class Served:
     """A running engine beside transformers models with the same weights, one a version."""
 
     engine: InferenceEngine
-    directory: Path
     models: dict[int, Any] = field(default_factory=lambda: {0: policy(0)})
     version: int = 0
+    staging: SharedStaging = field(default_factory=SharedStaging)
     tolerance: float = 1e-4
     """Of log-probabilities, against a plain forward pass."""
 
@@ -61,19 +62,16 @@ class Served:
     def model(self) -> Any:
         return self.models[self.version]
 
-    def write(self, seed: int, version: int) -> Path:
-        """Write a weights file as a learner publishes it."""
+    def stage(self, seed: int, version: int) -> Weights:
+        """Stage weights as a learner publishes them."""
         self.models[version] = policy(seed)
-        path = self.directory / f"weights-{version}.safetensors"
-        state = {name: tensor.clone() for name, tensor in self.models[version].state_dict().items()}
-        save_file(state, path, metadata={"version": str(version)})
-        return path
+        return self.staging.stage(version, [list(self.models[version].state_dict().items())])
 
     async def publish(self, seed: int, mode: PauseMode = "abort") -> None:
         version = self.version + 1
-        path = self.write(seed, version)
+        weights = self.stage(seed, version)
         await self.engine.pause(mode)
-        assert await self.engine.update_weights(path, version) == version
+        assert await self.engine.update_weights(weights) == version
         self.version = version
         await self.engine.resume()
 
@@ -399,22 +397,23 @@ class EngineConformance:
         with pytest.raises(EngineError):
             await asyncio.wait_for(served.engine.generate([5, 6], sampling, session=session()), 10)
 
-    async def test_weights_that_do_not_fit_change_nothing(self, served: Served, tmp_path: Path) -> None:
-        good = served.write(41, version=served.version + 1)
-        state = {name: tensor.clone() for name, tensor in policy(41).state_dict().items()}
+    async def test_weights_that_do_not_fit_or_are_gone_change_nothing(self, served: Served) -> None:
+        version = served.version + 1
+        state: dict[str, torch.Tensor] = policy(41).state_dict()
         norm = next(name for name in state if name.endswith("norm.weight"))
         missing = {name: tensor for name, tensor in state.items() if name != norm}
         misshapen = {**state, norm: torch.ones(3)}
         await served.engine.pause("abort")
-        for number, broken in enumerate((missing, misshapen)):
-            path = tmp_path / f"broken-{number}.safetensors"
-            save_file(broken, path)
-            with pytest.raises(EngineError):
-                await served.engine.update_weights(path, served.version + 1)
-        with pytest.raises(EngineError):
-            await served.engine.update_weights(tmp_path / "nothing.safetensors", served.version + 1)
-        with pytest.raises(EngineError):
-            await served.engine.update_weights(good, served.version + 7)
+        for broken, problem in ((missing, f"lack 1 .* {norm}"), (misshapen, rf"{norm} has shape \(3,\)")):
+            with pytest.raises(EngineError, match=problem):
+                await served.engine.update_weights(served.staging.stage(version, [list(broken.items())]))
+        replaced = served.staging.stage(version, [list(state.items())])
+        released = served.staging.stage(version, [list(state.items())])
+        with pytest.raises(EngineError, match="publish them again"):
+            await served.engine.update_weights(replaced)
+        served.staging.release()
+        with pytest.raises(EngineError, match="publish them again"):
+            await served.engine.update_weights(released)
         await served.engine.resume()
         prompt = prompt_of(10, seed=15)
         got = await served.engine.generate(prompt, Sampling(10), session=session())

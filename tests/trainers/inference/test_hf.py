@@ -20,7 +20,7 @@ async def make(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callab
     async def start() -> Served:
         engines.append(HFEngine(model, ENGINE, seed=0))
         await engines[-1].start()
-        return Served(engines[-1], directory)
+        return Served(engines[-1])
 
     yield start
     for engine in engines:

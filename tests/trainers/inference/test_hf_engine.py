@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import Generation, Sampling
 from agentkit.trainers.inference.hf import HFEngine
+from agentkit.trainers.weights.base import WeightsInPlace
 
 ENGINE = EngineConfig(max_batch=4, max_context=256)
 
@@ -70,7 +70,7 @@ async def test_a_shared_model_is_served_in_place(engines: Engines) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
-    assert await engine.update_weights(Path("unread"), 1) == 1
+    assert await engine.update_weights(WeightsInPlace(1)) == 1
     await engine.resume()
     second = await engine.generate(prompt, Sampling(10), session="a")
     assert second.versions == ((1, 10),)
@@ -132,7 +132,7 @@ async def test_weights_that_diverged_are_an_error_until_they_are_replaced(engine
         await engine.pause("abort")
         with torch.no_grad():
             weight.copy_(value)
-        await engine.update_weights(Path("unread"), version)
+        await engine.update_weights(WeightsInPlace(version))
         await engine.resume()
         # Long first, short then: what the long ones left in the rows must not leak into the short ones.
         prompts = [prompt_of(70 // version**2 + k) for k in range(6)]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from engine_conformance import ENGINE, EngineConformance, Served, prompt_of, save_policy, session
+from engine_conformance import ENGINE, EngineConformance, Served, policy, prompt_of, save_policy, session
 from processes import runs
 from requiring import require
 
@@ -66,7 +66,7 @@ async def make(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callab
     async def start() -> Served:
         engines.append(VLLMEngine(model, IN_PARTS, seed=0))
         await engines[-1].start()
-        return Served(engines[-1], directory)
+        return Served(engines[-1])
 
     yield start
     before = psutil.Process().children(recursive=True)
@@ -83,9 +83,9 @@ async def served(make: Callable[[], Awaitable[Served]]) -> Served:
 
 class TestVLLMEngine(EngineConformance):
     async def test_weights_are_updated_while_paused_only(self, served: Served) -> None:
-        path = served.write(51, served.version + 1)
+        weights = served.stage(51, served.version + 1)
         with pytest.raises(EngineError, match="pause"):
-            await served.engine.update_weights(path, served.version + 1)
+            await served.engine.update_weights(weights)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -94,11 +94,12 @@ async def test_an_engine_whose_update_failed_half_way_serves_nothing(
 ) -> None:
     """Runs after the suite, because it breaks the shared engine."""
     version = served.version + 1
-    path = served.write(52, version)
-    monkeypatch.setattr("agentkit.trainers.inference.manifest.Manifest.buckets", lambda self, limit: [["no such"]])
+    state = list(policy(52).state_dict().items())
+    weights = served.staging.stage(version, [state[:-3]])
+    monkeypatch.setattr("agentkit.trainers.inference.vllm.check_fits", lambda *_: None)
     await served.engine.pause("abort")
     with pytest.raises(EngineError, match=f"version {version}"):
-        await served.engine.update_weights(path, version)
+        await served.engine.update_weights(weights)
     for call in (served.engine.resume(), served.engine.generate(prompt_of(3), Sampling(2), session=session())):
         with pytest.raises(EngineError, match="half-way"):
             await call

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.clock import BusyClock
-from agentkit.trainers.inference.manifest import Manifest, Tensor, checkpoint_shapes, read_manifest
 from agentkit.trainers.inference.vllm_guard import OWNER, end, guard
 from agentkit.trainers.inference.vllm_launch import (
     MAX_CPU_CACHE,
@@ -29,6 +28,7 @@ from agentkit.trainers.inference.vllm_launch import (
     environment_set,
     interrupt_blocked,
 )
+from agentkit.trainers.inference.weights import checkpoint_shapes
 from agentkit.trainers.models.quickstart import quickstart_config
 
 MODEL = ModelConfig()
@@ -136,49 +136,16 @@ def test_only_an_engines_own_processes_are_watched() -> None:
     assert guard({OWNER: str(os.getpid())}) is None
 
 
-# Manifest
+# Checkpoints
 
 
-def tensors(sizes: list[int]) -> Manifest:
-    return Manifest(Path("w"), tuple(Tensor(f"t{n}", (size,), size) for n, size in enumerate(sizes)))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
-def test_buckets_hold_everything_once_and_stay_small(sizes: list[int], limit: int) -> None:
-    manifest = tensors(sizes)
-    buckets = list(manifest.buckets(limit))
-    assert [name for names in buckets for name in names] == [tensor.name for tensor in manifest.tensors]
-    for names in buckets:
-        assert names
-        assert len(names) == 1 or sum(sizes[int(name[1:])] for name in names) <= limit
-
-
-def test_a_manifest_reads_names_shapes_and_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}, path, metadata={"version": "4"})
-    manifest = read_manifest(path, 4)
-    assert {tensor.name: (tensor.shape, tensor.nbytes) for tensor in manifest.tensors} == {
-        "a": ((2, 3), 24),
-        "b": ((5,), 10),
-    }
+def test_shapes_of_a_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint_shapes(tmp_path) == {}
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
     assert checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
-    manifest.check_fits({"a": (2, 3)})
-    for served in ({"a": (3, 2)}, {"c": (1,)}):
-        with pytest.raises(EngineError, match=r"w\.safetensors"):
-            manifest.check_fits(served)
-    with pytest.raises(EngineError, match="version 4"):
-        read_manifest(path, 5)
-
-
-def test_files_that_cannot_be_weights_are_refused(tmp_path: Path) -> None:
     half = tmp_path / "half.safetensors"
-    save_file({"a": torch.zeros(100)}, half)
+    save_file({"c": torch.zeros(100)}, half)
     half.write_bytes(half.read_bytes()[:120])
-    empty = tmp_path / "empty.safetensors"
-    save_file({}, empty)
-    for path in (half, empty, tmp_path / "none.safetensors"):
-        with pytest.raises(EngineError, match="version 1"):
-            read_manifest(path, 1)
     assert checkpoint_shapes(tmp_path) == {}
 
 

@@ -1,21 +1,18 @@
-"""The learner role: published files, exact continuation, adapters, and an interface that never blocks."""
+"""The learner role: published weights, exact continuation, adapters, and an interface that never blocks."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
-import struct
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from weights_reading import state_of
 
 from agentkit.config import RunConfig
-from agentkit.errors import CheckpointError, LearnerError, RunDirectoryError
+from agentkit.errors import CheckpointError, EngineError, LearnerError, RunDirectoryError
 from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.inference.base import Sampling
 from agentkit.trainers.inference.hf import HFEngine
@@ -30,9 +27,8 @@ RICH = {
 }
 
 
-async def weights(learner: Learner, path) -> dict[str, torch.Tensor]:
-    await learner.publish(path, 0)
-    return load_file(path)
+async def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return state_of(await learner.publish(0))
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -43,21 +39,21 @@ async def test_published_weights_are_those_of_a_plain_model(configure, make_batc
     learner = Learner(configure())
     info = await learner.start()
     assert info["parameters"] == info["trainable"] > 10_000
-    path = tmp_path / "weights" / "v3.safetensors"
-    await learner.publish(path, 3)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["version"] == "3"
-    published = load_file(path)
+    staged = await learner.publish(3)
+    assert staged.version == 3
+    published = state_of(staged)
     missing, unexpected = plain.load_state_dict(published, strict=False)
     assert not unexpected
     assert missing == ["lm_head.weight"]  # tied to the embeddings, so it is published once
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in published.items())
 
     await learner.train(make_batch(0), 0)
-    assert not same(await weights(learner, path), published)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary file is left
+    staged = await learner.publish(4)
+    assert not same(state_of(staged), published)
     await learner.close()
+    with pytest.raises(EngineError, match="publish them again"):
+        state_of(staged)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -70,14 +66,14 @@ async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, m
     assert all(".lora_" in name for name in training.policy.trainable)
     frozen = {n: p.clone() for n, p in training.policy.module.named_parameters() if ".lora_" not in n}
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
-    before = await weights(learner, tmp_path / "w")
+    before = await weights(learner)
     assert all(torch.allclose(value, plain.state_dict()[name]) for name, value in before.items())
     for step in range(3):
         await learner.train(batch, step)
     for name, parameter in training.policy.module.named_parameters():
         assert ".lora_" in name or torch.equal(parameter, frozen[name])
 
-    published = await weights(learner, tmp_path / "w")
+    published = await weights(learner)
     assert not same(published, before)
     plain.load_state_dict(published, strict=False)
     ids = torch.from_numpy(batch.tokens[:20].astype(np.int64))[None]
@@ -121,7 +117,7 @@ async def test_continuation_is_exact(configure, make_batch, tmp_path, sections):
         await learner.train(batches[step], step)
     await learner.save(tmp_path / "checkpoint")
     expected = [await learner.train(batches[step], step) for step in (2, 3)]
-    final = await weights(learner, tmp_path / "a")
+    final = await weights(learner)
     await learner.close()
 
     torch.manual_seed(999)
@@ -129,7 +125,7 @@ async def test_continuation_is_exact(configure, make_batch, tmp_path, sections):
     await resumed.start()
     await resumed.load(tmp_path / "checkpoint")
     assert [await resumed.train(batches[step], step) for step in (2, 3)] == expected
-    assert same(await weights(resumed, tmp_path / "b"), final)
+    assert same(await weights(resumed), final)
     await resumed.close()
 
 
@@ -141,13 +137,13 @@ async def test_continuation_within_imitation_is_exact(configure, make_batch, tmp
         await learner.imitate(batch, 1e-3)
     await learner.save(tmp_path)
     expected = await learner.imitate(batch, 1e-3)
-    final = await weights(learner, tmp_path / "a")
+    final = await weights(learner)
     await learner.close()
     resumed = Learner(configure())
     await resumed.start()
     await resumed.load(tmp_path)
     assert await resumed.imitate(batch, 1e-3) == expected
-    assert same(await weights(resumed, tmp_path / "b"), final)
+    assert same(await weights(resumed), final)
     await resumed.close()
 
 
@@ -172,7 +168,7 @@ async def test_export_of_the_quickstart_model_loads_in_transformers(tmp_path):
     config = RunConfig.model_validate({"env": {"id": "Test-v0"}, "model": {"device": "cpu"}})
     learner = Learner(config)
     await learner.start()
-    published = await weights(learner, tmp_path / "w")
+    published = await weights(learner)
     await learner.export(tmp_path / "model")
     await learner.close()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -206,9 +202,9 @@ async def test_recorded_logprobs_equal_those_of_the_learner(configure, tmp_path)
             metrics = await learner.train(await sample(version - 1), version - 1)
             assert metrics["policy/kl_behaviour"] == pytest.approx(0, abs=1e-8)
             assert metrics["policy/ess"] == pytest.approx(1, abs=1e-5)
-            await learner.publish(tmp_path / "w", version)
+            staged = await learner.publish(version)
             await engine.pause("abort")
-            assert await engine.update_weights(tmp_path / "w", version) == version
+            assert await engine.update_weights(staged) == version
             await engine.resume()
     finally:
         await engine.close()
@@ -217,12 +213,12 @@ async def test_recorded_logprobs_equal_those_of_the_learner(configure, tmp_path)
 
 async def test_two_runs_of_one_seed_are_equal_bit_for_bit(configure, make_batch, tmp_path):
     results = []
-    for name in ("a", "b"):
+    for _ in range(2):
         learner = Learner(configure(deterministic=True, model={"lora": LORA}, **RICH))
         await learner.start()
         assert torch.are_deterministic_algorithms_enabled()
         metrics = [await learner.train(make_batch(step), step) for step in range(2)]
-        results.append((metrics, await weights(learner, tmp_path / name)))
+        results.append((metrics, await weights(learner)))
         await learner.close()
     assert not torch.are_deterministic_algorithms_enabled()
     assert results[0][0] == results[1][0]
@@ -251,22 +247,19 @@ async def test_life_cycle_errors(configure, make_batch, monkeypatch):
         await learner.start()
 
 
-async def test_a_failed_write_is_reported_and_keeps_the_old_weights(configure, tmp_path):
+async def test_a_failed_write_is_reported(configure, tmp_path):
     learner = Learner(configure())
     await learner.start()
-    path = tmp_path / "w.safetensors"
-    await learner.publish(path, 1)
-    old = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # to the libraries, what a full disk is
     try:
-        for write in (learner.publish(path, 2), learner.save(tmp_path / "save"), learner.export(tmp_path / "export")):
+        for write in (learner.save(tmp_path / "save"), learner.export(tmp_path / "export")):
             with pytest.raises(RunDirectoryError, match=r"cannot be written .*: make room"):
                 await write
+        with pytest.raises(LearnerError, match="cannot be staged"):
+            await learner.publish(1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes() == old
     assert not list(tmp_path.rglob("*.partial"))
-    header = json.loads(old[8 : 8 + struct.unpack("<Q", old[:8])[0]])
-    assert header["__metadata__"]["version"] == "1"
+    assert state_of(await learner.publish(1))
     await learner.close()

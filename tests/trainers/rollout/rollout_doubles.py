@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import Weights
 
 Script = Callable[[str, int], str]
 """The answer to a prompt, from the prompt's text and the request's seed."""
@@ -89,10 +89,10 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self._open.set()
 
-    async def update_weights(self, path: Path, version: int) -> int:
+    async def update_weights(self, weights: Weights) -> int:
         assert not self._open.is_set()
-        self.version = version
-        return version
+        self.version = weights.version
+        return self.version
 
     async def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0.0, self.running, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rollout_doubles import Latency, Script, ScriptedEngine
@@ -16,6 +15,7 @@ from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.weights.base import WeightsInPlace
 from agentkit.types import Group, Trajectory
 
 GO = "<answer>Go</answer>"
@@ -70,7 +70,7 @@ class Harness:
             assert all(member.version_started >= group.version_started for member in group.members)
             assert all(member.outcome != "voided" for member in group.members)
         self.version += 1
-        await self.loop.publish(Path("none"), self.version)
+        await self.loop.publish(WeightsInPlace(self.version))
         return batch
 
     async def run(self, steps: int) -> list[list[Group]]:
