@@ -16,7 +16,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ def load_config(config: Path | str | Mapping[str, Any] | RunConfig, overrides: S
         return _validate(config.model_dump(), {}, overrides, "RunConfig") if overrides else config
     if isinstance(config, Mapping):
         return _validate(copy.deepcopy(dict(config)), {}, overrides, "configuration")
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"a configuration is a YAML file, a dict or a RunConfig, not {config!r:.200}")
     path = Path(config)
     if path.is_dir():
         raise ConfigError(f"{path} is neither a configuration file nor a run directory; give a YAML file")
@@ -107,7 +109,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "con
 
 
 def _validate(data: dict[str, Any], places: Places, overrides: Sequence[str], source: str) -> RunConfig:
-    if isinstance(overrides, str | Mapping):
+    if isinstance(overrides, str | Mapping) or not isinstance(overrides, Iterable):
         raise ConfigError(f'overrides={overrides!r} must be a list of settings, such as ["learner.lr=3e-5"]')
     for override in overrides:
         _apply_override(data, places, override)
@@ -200,6 +202,8 @@ def _walk(node: yaml.Node, key: Key, source: str, places: Places) -> None:
 
 
 def _apply_override(data: dict[str, Any], places: Places, override: str) -> None:
+    if not isinstance(override, str):
+        raise ConfigError(f"override {override!r:.200}: an override is text, such as `learner.lr=3e-5`")
     place = f"override '{override}'"
     dotted, equals, value_text = override.partition("=")
     key = tuple(part.strip() for part in dotted.split("."))

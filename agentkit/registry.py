@@ -111,7 +111,7 @@ def register(id: str, entry_point: EntryPoint, **kwargs: Any) -> None:
     Raises:
         RegistryError: the name is malformed, or already registered with another definition.
     """
-    if not _NAME.fullmatch(id):
+    if not isinstance(id, str) or not _NAME.fullmatch(id):
         raise RegistryError(
             f"environment name {id!r} is not of the form Name-vN (letters, digits, _ . -), as in Maze-v0"
         )
@@ -171,6 +171,7 @@ def entry(id: str) -> Entry:
     Raises:
         RegistryError: the name is unknown; the message suggests similar ones.
     """
+    _check_name(id)
     found = _explicit.get(id) or installed().get(id)
     if found is not None:
         return found
@@ -258,6 +259,7 @@ def arguments_here(
     """
     if sandbox is None:
         return dict(kwargs)
+    _check_name(id)
     known = _explicit.get(id) or installed().get(id)
     if known is None or (known.source != "built-in" and isinstance(known.spec.entry_point, str)):
         return None
@@ -282,10 +284,15 @@ def with_redundancy(cls: Any, arguments: dict[str, Any], redundancy: Redundancy)
     """Return the arguments, with ``redundancy`` if the environment makes sandboxes itself and has such an argument.
 
     Raises:
-        ConfigError: such an environment would have to be replayed.
+        ConfigError: such an environment would have to be replayed, or its ``redundancy`` is no ``Redundancy``.
     """
     if cls.own_sandboxes(**arguments) is None:
         return arguments
+    from agentkit.envs.isolation.redundancy import Redundancy
+    from agentkit.sandboxes.arguments import check_type
+
+    given = arguments.get("redundancy", redundancy)
+    check_type("redundancy", given, Redundancy, "an agentkit.Redundancy, such as Redundancy(spares=1)")
     if redundancy.recovery == "replay" or redundancy.standbys:
         raise ConfigError(
             f"{cls.__name__} makes its sandboxes itself, and its episodes cannot be replayed: set recovery to retry or "
@@ -306,6 +313,11 @@ def check_arguments(id: str, factory: Any, arguments: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, parameters, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(parameters) or 'none'}"
             raise RegistryError(f"environment {id!r} takes no argument {name!r}; {hint}")
+
+
+def _check_name(id: object) -> None:
+    if not isinstance(id, str):
+        raise RegistryError(f"the name of an environment must be text, such as 'FrozenLake-v1', not {id!r:.200}")
 
 
 def _resolve(spec: EnvSpec) -> EnvSpec:

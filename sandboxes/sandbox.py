@@ -27,6 +27,7 @@ from agentkit.errors import (
     StartTimeout,
 )
 from agentkit.sandboxes import backends, commands
+from agentkit.sandboxes.arguments import check_type
 from agentkit.sandboxes.backend import Backend, Channel, Process
 from agentkit.sandboxes.diagnosis import diagnose
 from agentkit.sandboxes.expiry import Expiry
@@ -126,12 +127,15 @@ class Sandbox:
 
         Raises:
             pydantic.ValidationError: a field is not valid.
+            TypeError: ``spec`` is neither a specification nor the name of an image.
+            ConfigError: ``backend`` or ``snapshot`` is of a wrong type, or there is no such back end.
             UnsupportedFeature: the back end cannot provide what ``spec`` requires.
             ImageError: the image does not exist or cannot be pulled.
             StartTimeout: the sandbox did not become ready in time.
             EngineUnavailable: the engine does not answer.
             SandboxLost: the sandbox died during its start.
         """
+        check_type("snapshot", snapshot, Snapshot, "a Snapshot, as returned by Sandbox.snapshot")
         resolved = SandboxSpec.of(spec, **fields)
         if snapshot is not None:
             resolved = resolved.model_copy(update={"image": snapshot.image})

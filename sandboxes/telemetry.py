@@ -1,6 +1,6 @@
-"""What happens to the sandboxes of this process, for the metrics and events of runs.
+"""Reports of the sandboxes of this process, for the metrics and events of runs.
 
-Invariant: reporting neither blocks nor raises, and stores nothing unless someone listens. Pools report ``Created``,
+Invariant: reporting neither blocks nor raises, and stores nothing without a listener. Pools report ``Created``,
 ``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``.
 """
 
@@ -37,7 +37,7 @@ class Retired:
     host: str
     reason: str
     in_use: bool
-    """It was acquired, not idle."""
+    """Whether it was acquired and used, not idle in its pool or kept as a spare."""
 
 
 class OpenPool(Protocol):

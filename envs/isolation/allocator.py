@@ -22,6 +22,7 @@ from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.isolation.replay import cause_of_loss
 from agentkit.envs.isolation.validation import Description, check_description
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError, SandboxError
+from agentkit.sandboxes.arguments import check_type
 from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool.health import usage_of
@@ -37,7 +38,7 @@ MAKE_TIMEOUT = 60.0
 MAKE_ATTEMPTS = 3
 """Number of sandboxes in which an environment is made if they are lost meanwhile."""
 HEDGE_LEAST = 0.25
-"""Seconds that a call takes at least before a second attempt, which itself takes time, is worth it."""
+"""Smallest delay of a second attempt in seconds, because the attempt itself takes time."""
 _POOL_SIZE = 4096
 _POOL_TIMEOUT = 600.0
 """Seconds to wait for a sandbox of a pool while many are being created."""
@@ -112,7 +113,7 @@ class EnvSlot:
         """Close it in the background, and remove its sandbox if that must not be used again. Idempotent.
 
         Args:
-            discard: without effect: what must not be used again is known here.
+            discard: ignored, because the allocator knows which sandboxes must not be used again.
         """
         release, self._release = self._release, None
         if release is not None:
@@ -169,7 +170,7 @@ class SandboxAllocator:
 
     Args:
         placement: the environment and the specification of its sandboxes.
-        redundancy: how environments share sandboxes, and what is kept ready.
+        redundancy: how environments share sandboxes, and how many spares there are.
         make_timeout: seconds that making an environment may take, once there is a sandbox.
         log: where recoveries and hedged calls are recorded.
 
@@ -186,6 +187,7 @@ class SandboxAllocator:
         make_timeout: float = MAKE_TIMEOUT,
         log: RecoveryLog | None = None,
     ) -> None:
+        check_type("redundancy", redundancy, Redundancy, "an agentkit.Redundancy, such as Redundancy(spares=1)")
         redundancy = redundancy or Redundancy()
         self.placement, self.redundancy = placement, redundancy
         self.log = log or RecoveryLog()
@@ -237,7 +239,7 @@ class SandboxAllocator:
             SandboxError, RegistryError, EnvError: it cannot be made.
         """
         if self._capacity is None:
-            async with self._first:  # the first environment tells how many may share a sandbox
+            async with self._first:  # its description says how many environments may share a sandbox
                 if self._capacity is None:
                     return await self._allocated(apart)
         return await self._allocated(apart)
@@ -274,7 +276,7 @@ class SandboxAllocator:
         if isinstance(chosen, EnvSandbox):
             chosen.slots.add(number)
             return await self._make(chosen, number), "spare"
-        # A lost environment may be followed on its own host; one that works is not to share its fate with this one.
+        # A lost environment may be replaced on its own host; a standby should be on another host than a working one.
         hosts = {slot.host for slot in apart if not slot.failure}
         return await self._make(await self._started(number, chosen, hosts), number), "new"
 
@@ -298,6 +300,7 @@ class SandboxAllocator:
         spare = min(spares, key=lambda slot: slot.host in hosts, default=None)
         if spare is not None:
             self._spares.pop(spare).set()
+            spare.sandbox.lease.mark_spare(False)
         return spare
 
     async def _keep_spare(self) -> None:
@@ -306,7 +309,9 @@ class SandboxAllocator:
         while True:
             try:
                 number = next(self._numbers)
-                spare = await self._warmed(await self._make(await self._create({number}), number))
+                sandbox = await self._create({number})
+                sandbox.lease.mark_spare(True)
+                spare = await self._warmed(await self._make(sandbox, number))
             except AgentkitError:
                 failures += 1
                 await asyncio.sleep(backoff.delay(failures, random.Random()))

@@ -20,7 +20,9 @@ from pydantic import ValidationError
 
 from agentkit import registry
 from agentkit.errors import ConfigError, RegistryError
+from agentkit.sandboxes.arguments import check_type
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.backends import check_backend
 from agentkit.sandboxes.spec import Mount, SandboxSpec
 
 ENV_IMAGE = "agentkit/env"
@@ -78,7 +80,9 @@ def place(
             raise ConfigError("sandbox and sandbox_spec are both specifications: give only one of them")
         backend, given = "docker", sandbox
     else:
+        check_backend("sandbox", sandbox)
         backend, given = sandbox, overrides or {}
+    check_type("sandbox_spec", given, (SandboxSpec, Mapping), "a SandboxSpec or a dict of its fields")
     if isinstance(given, SandboxSpec):
         given = {name: getattr(given, name) for name in given.model_fields_set}
     entry_point, known = importable(id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentkit.errors import ConfigError
-from agentkit.sandboxes.arguments import check_choice
+from agentkit.sandboxes.arguments import check_choice, check_integer, check_not_negative, check_type
 from agentkit.sandboxes.pool.health import HealthPolicy
 from agentkit.sandboxes.recovery.hedge import Quantile
 
@@ -29,14 +29,14 @@ class Redundancy:
     recovery: RecoveryMode | None = None
     """None: ``replay`` if the environment declares itself deterministic, otherwise ``retry``."""
     spares: int = 0
-    """Number of environments that are kept ready to replace others: sandbox, process and environment are made."""
+    """Number of ready environments, each in its own sandbox, that can replace a failed one."""
     standbys: int = 0
     """Number of environments in other sandboxes that follow each episode; they need ``replay``."""
     hedge: Quantile | float | None = None
     """When a second attempt of a slow reset or step begins: a quantile of past durations, or seconds; None: never.
     Steps are hedged only with ``replay``, resets only with a seed."""
     share: int = 1
-    """Most environments in one sandbox, for environments that declare ``inline``."""
+    """Largest number of environments in one sandbox, for environments that declare ``inline``."""
     spread: int = 1
     """One sandbox holds at most 1 / ``spread`` of the environments."""
     health: HealthPolicy = field(default_factory=HealthPolicy)
@@ -46,15 +46,14 @@ class Redundancy:
         if self.recovery is not None:
             check_choice("recovery", self.recovery, RecoveryMode)
         for name, least in (("spares", 0), ("standbys", 0), ("share", 1), ("spread", 1)):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < least:
-                raise ConfigError(f"{name}={number!r} must be an integer, at least {least}")
+            check_integer(name, getattr(self, name), least)
         if self.standbys and self.recovery not in (None, "replay"):
             raise ConfigError(f"standbys={self.standbys} needs recovery='replay', not {self.recovery!r}")
         if isinstance(self.hedge, str):
             check_choice("hedge", self.hedge, Quantile)
-        elif self.hedge is not None and not self.hedge >= 0:
-            raise ConfigError(f"hedge={self.hedge} must not be negative (seconds)")
+        elif self.hedge is not None:
+            check_not_negative(hedge=self.hedge)
+        check_type("health", self.health, HealthPolicy, "an agentkit.HealthPolicy")
 
     def mode(self, deterministic: bool) -> RecoveryMode:
         """Return the recovery of an environment.

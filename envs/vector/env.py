@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ from agentkit.envs.workers.client import shared_server
 from agentkit.envs.workers.worker import Worker
 from agentkit.errors import ConfigError, EnvCrashed, EnvError, EnvTimeout
 from agentkit.portal import portal
+from agentkit.sandboxes.arguments import check_positive, check_type
+from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.tasks import bounded
 from agentkit.sandboxes.threads import DaemonThreadPool
@@ -77,11 +80,14 @@ def make_vec(
         A gymnasium ``VectorEnv`` of texts.
 
     Raises:
-        ValueError: ``num_envs`` or ``max_steps`` is less than 1, or ``autoreset_mode`` is unknown.
+        ValueError: ``num_envs`` or ``max_steps`` is no integer of at least 1, or ``autoreset_mode`` is unknown.
         RegistryError, ConfigError, SandboxError, EnvError: as ``agentkit.make``.
     """
-    if num_envs < 1 or (max_steps is not None and max_steps < 1):
-        raise ValueError(f"num_envs={num_envs} and max_steps={max_steps} must be at least 1")
+    numbers = (num_envs,) if max_steps is None else (num_envs, max_steps)
+    if not all(isinstance(number, Integral) and number >= 1 for number in numbers):
+        raise ValueError(f"num_envs={num_envs!r} and max_steps={max_steps!r} must be integers, at least 1")
+    check_type("mode", mode, (str, SandboxSpec, Backend), "'async', 'process' or the name of a sandbox back end")
+    check_positive(step_timeout=step_timeout, reset_timeout=reset_timeout)
     autoreset = AutoresetMode(autoreset_mode)
     if "sandbox" in kwargs:
         raise ConfigError(f"make_vec has no argument sandbox={kwargs['sandbox']!r}: give the back end as mode")

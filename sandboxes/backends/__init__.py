@@ -35,6 +35,14 @@ def names() -> list[str]:
     return sorted({*BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
 
 
+def check_backend(argument: str, which: object) -> None:
+    """Raise ``ConfigError`` unless ``which``, the value of ``argument``, is a name or a ``Backend``."""
+    if not isinstance(which, str | Backend):
+        raise ConfigError(
+            f"{argument}={which!r:.200} must be the name of a back end, such as 'docker', or a Backend that was started"
+        )
+
+
 def backend(which: str | Backend) -> Backend:
     """Return a new back end, which is not started; an instance is returned as it is.
 
@@ -42,8 +50,10 @@ def backend(which: str | Backend) -> Backend:
         which: a name, or ``"remote:URL,URL"`` for the back end ``remote`` with these servers.
 
     Raises:
-        ConfigError: the name is unknown or claimed twice, or the code of the back end does not load.
+        ConfigError: ``which`` is neither a name nor a back end, the name is unknown or claimed twice, or the code of
+            the back end does not load.
     """
+    check_backend("backend", which)
     if isinstance(which, Backend):
         return which
     name, colon, servers = which.partition(":")
@@ -95,6 +105,7 @@ async def borrow(which: str | Backend) -> tuple[Backend, Release]:
         ConfigError: see ``backend``.
         EngineUnavailable: the back end cannot be started.
     """
+    check_backend("backend", which)
     table = _shared.setdefault(asyncio.get_running_loop(), {})
     loan = contextlib.AsyncExitStack()
     if isinstance(which, Backend):

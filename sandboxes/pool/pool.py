@@ -15,8 +15,15 @@ from typing import Any, Literal
 
 from agentkit.errors import AgentkitError, ConfigError, PoolClosed, SandboxError
 from agentkit.sandboxes import telemetry
-from agentkit.sandboxes.arguments import check_choice, check_positive
+from agentkit.sandboxes.arguments import (
+    check_choice,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    check_type,
+)
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.backends import check_backend
 from agentkit.sandboxes.pool.breaker import Breaker
 from agentkit.sandboxes.pool.decisions import OnExhausted, PoolSettings
 from agentkit.sandboxes.pool.health import HealthPolicy, HostUsage
@@ -41,6 +48,7 @@ class Lease:
         self.box = slot.box
         self._scheduler = scheduler
         self._slot: Slot | None = slot
+        slot.spare = False
 
     @property
     def host(self) -> str:
@@ -66,6 +74,11 @@ class Lease:
             self._slot.on_failure.append(callback)
             if self._slot.failure:
                 callback(self._slot.failure)
+
+    def mark_spare(self, spare: bool) -> None:
+        """Note for the telemetry whether the sandbox is only kept ready, and not in use."""
+        if self._slot is not None:
+            self._slot.spare = spare
 
     async def restart(self) -> bool:
         """Restart the sandbox with empty temporary file systems.
@@ -178,7 +191,9 @@ class SandboxPool:
         host: Callable[[], HostUsage] | None = None,
         seed: int | None = None,
     ) -> None:
-        if not 0 <= min_idle <= max_size or max_size < 1:
+        check_integer("min_idle", min_idle, 0)
+        check_integer("max_size", max_size, 1)
+        if min_idle > max_size:
             raise ConfigError(
                 f"min_idle={min_idle} and max_size={max_size}: choose 0 <= min_idle <= max_size and max_size >= 1"
             )
@@ -187,6 +202,13 @@ class SandboxPool:
         if not callable(reset):
             check_choice("reset", reset, Literal["recreate", "snapshot"])
         check_positive(max_uses=max_uses, max_age=max_age, refill_concurrency=refill_concurrency)
+        check_not_negative(acquire_timeout=acquire_timeout, drain_timeout=drain_timeout)
+        check_backend("backend", backend)
+        check_type("health", health, HealthPolicy, "a HealthPolicy")
+        check_type("hedge", hedge, Hedge, "a Hedge")
+        check_type("breaker", breaker, Breaker, "a Breaker")
+        if host is not None and not callable(host):
+            raise ConfigError(f"host={host!r} must be a function, such as health.local_host")
         if (max_uses == 1) != (reset == "recreate"):
             raise ConfigError(
                 f"max_uses={max_uses} contradicts reset={reset!r}: sandboxes that are used more than once need "

@@ -349,7 +349,7 @@ class Scheduler:
             return
         slot.unwatch()
         host = self._provisioner.backend.host_of(slot.box.id)
-        telemetry.report(telemetry.Retired(slot.box.id, host, reason, in_use=slot.state == "busy"))
+        telemetry.report(telemetry.Retired(slot.box.id, host, reason, in_use=slot.state == "busy" and not slot.spare))
         self.slots.move(slot, "removing")
         self.counters.retired[reason] = self.counters.retired.get(reason, 0) + 1
 

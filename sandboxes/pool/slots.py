@@ -53,6 +53,8 @@ class Slot:
         """The pool paused its sandbox, or is about to."""
         self.failure = ""
         """Why the sandbox must not be used again; empty if it may."""
+        self.spare = False
+        """Its caller keeps it ready and does not use it yet."""
         self.on_failure: list[Callable[[str], None]] = []
         self.unwatch: Callable[[], None] = lambda: None
         """Stops watching the state of the sandbox."""

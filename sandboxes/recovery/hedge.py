@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
 from agentkit.errors import ConfigError
-from agentkit.sandboxes.arguments import check_choice
+from agentkit.sandboxes.arguments import check_choice, check_not_negative, check_positive
 from agentkit.sandboxes.recovery.record import RecoveryLog
 from agentkit.sandboxes.tasks import loop_time, tracked
 
@@ -70,9 +70,10 @@ class Hedge:
     ) -> None:
         if isinstance(after, str):
             check_choice("after", after, Quantile)
-        elif not after >= 0:
-            raise ConfigError(f"after={after} of a hedge must not be negative (seconds)")
-        if not 0 < budget <= 1:
+        else:
+            check_not_negative(after=after)
+        check_positive(budget=budget)
+        if budget > 1:
             raise ConfigError(f"budget={budget} of a hedge must be above 0 and at most 1")
         self._after = after
         self._budget, self._least = budget, least
@@ -91,7 +92,7 @@ class Hedge:
         if not isinstance(self._after, str):
             return max(self._least, self._after)
         known = sorted(self._durations.get(operation, ()))
-        # Fewer durations show no quantile. If all are nearly equal, a little more is not rare either.
+        # Fewer durations give no reliable quantile. The factor avoids hedges of calls that are all equally fast.
         if len(known) < 20:
             return None
         return max(self._least, 1.1 * known[int(len(known) * int(self._after[1:]) / 100)])
@@ -175,7 +176,7 @@ async def _discard(attempts: Iterable[_Attempt[T]], discard: Callable[[T], Await
     for attempt in attempts:
         await asyncio.wait({attempt.task})
         if not attempt.task.cancelled() and attempt.task.exception() is None and discard is not None:
-            # The reaper removes what it does not.
+            # If this fails, the reaper removes the sandbox.
             with contextlib.suppress(Exception):
                 await discard(attempt.task.result())
 

@@ -131,9 +131,17 @@ def test_malformed_files(text: str, expected: str) -> None:
 
 
 def test_overrides_that_are_not_a_list_are_refused() -> None:
-    for wrong in ("steps=2", {"steps": 2}):
+    for wrong in ("steps=2", {"steps": 2}, 3):
         with pytest.raises(ConfigError, match="must be a list of settings"):
             load_config({"env": {"id": "FrozenLake-v1"}}, wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_values_of_another_type_are_refused() -> None:
+    for wrong in (None, 3, ["env.id=FrozenLake-v1"]):
+        with pytest.raises(ConfigError, match="a YAML file, a dict or a RunConfig"):
+            load_config(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="override 3: an override is text"):
+        load_config({"env": {"id": "FrozenLake-v1"}}, [3])  # pyright: ignore[reportArgumentType]
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -348,3 +348,25 @@ async def test_gymnasium_waits_within_an_event_loop_too(fresh):
 def test_redundancy_without_a_sandbox_is_an_error():
     with pytest.raises(ConfigError, match="FrozenLake-v1 runs without one; add one, such as sandbox='docker'"):
         agentkit.make("FrozenLake-v1", redundancy=Redundancy(spares=1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"redundancy": {"spares": 1}}, "redundancy={'spares': 1} must be an agentkit.Redundancy"),
+        ({"sandbox_spec": 3}, "sandbox_spec=3 must be a SandboxSpec or a dict"),
+        ({"sandbox": 3}, "sandbox=3 must be the name of a back end"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_errors(wrong: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        agentkit.make("FrozenLake-v1", **{"sandbox": "local", **wrong})
+
+
+@pytest.mark.parametrize("id", [None, 3, ["FrozenLake-v1"]])
+def test_a_name_that_is_not_text_is_an_error(fresh, id: Any):
+    for use in (agentkit.make, agentkit.env_class, lambda id: agentkit.make(id, sandbox="local")):
+        with pytest.raises(RegistryError, match="must be text, such as 'FrozenLake-v1'"):
+            use(id)
+    with pytest.raises(RegistryError, match="not of the form Name-vN"):
+        agentkit.register(id, "nowhere:Env")

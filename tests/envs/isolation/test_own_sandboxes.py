@@ -102,6 +102,11 @@ async def test_redundancy_of_programs():
 def test_environments_with_own_sandboxes_are_not_replayed():
     with pytest.raises(ConfigError, match="CodeContest makes its sandboxes itself"):
         agentkit.make("CodeContest-v0", redundancy=Redundancy(recovery="replay"))
+    wrong: Any = {"spares": 1}
+    with pytest.raises(ConfigError, match=r"must be an agentkit\.Redundancy"):
+        agentkit.make("CodeContest-v0", redundancy=wrong)
+    with pytest.raises(ConfigError, match=r"must be an agentkit\.Redundancy"):
+        EnvSource.of(EnvConfig(id="CodeContest-v0", kwargs={"redundancy": wrong}))
     math = EnvConfig(id="Math-v0", kwargs={"tools": True}, sandbox="docker")
     for settings in ({"recovery": "replay"}, {"standbys": 1}):
         with pytest.raises(ConfigError, match="Math makes its sandboxes itself"):

@@ -24,6 +24,7 @@ from agentkit.envs.isolation.placement import place
 from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.isolation.server import Server
 from agentkit.errors import ConfigError, EnvCrashed
+from agentkit.sandboxes import telemetry
 from agentkit.sandboxes.testing import virtual_time
 from agentkit.sandboxes.testing.fake import Command, FakeBackend
 
@@ -257,9 +258,33 @@ def _kill_one(sim: World) -> None:
         sim.backend.die(sim.rng.choice(sorted(sim.backend.boxes)))
 
 
+def test_a_lost_spare_is_not_reported_as_in_use() -> None:
+    async def run() -> None:
+        retired: list[object] = []
+        async with world(spares=1) as sim:
+            env = sim.env()
+            await env.reset(seed=0)
+            await sim.ready()
+            with telemetry.listening(retired.append):
+                (spare,) = sim.backend.boxes.keys() - {sim.box(env)}
+                sim.backend.die(spare)
+                await sim.ready()
+                used = sim.box(env)
+                sim.backend.die(used)
+                await env.step("a")
+                taken = sim.box(env)
+                sim.backend.die(taken)
+                await env.step("b")
+        seen = {one.sandbox: one.in_use for one in retired if isinstance(one, telemetry.Retired)}
+        assert (seen[spare], seen[used], seen[taken]) == (False, True, True)
+
+    virtual_time.run(run())
+
+
 def test_contradicting_settings_are_errors() -> None:
     contradictions: list[dict[str, Any]] = [
         {"standbys": 1, "recovery": "void"}, {"spares": -1}, {"spares": 1.5}, {"hedge": "p42"}, {"share": 0},
+        {"standbys": True}, {"spares": True}, {"hedge": True}, {"hedge": [1]}, {"health": {"eject": 0.1}},
     ]  # fmt: skip
     for wrong in contradictions:
         with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -237,6 +237,23 @@ def test_environment_that_cannot_be_made_gives_the_reason_in_every_mode(mode: st
         agentkit.make_vec("TestPicky-v0", 2, mode=mode, word=str.split)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": 3},
+        {"mode": "local", "redundancy": {"spares": 1}},
+        {"mode": "local", "sandbox_spec": 3},
+        {"step_timeout": "1s"},
+    ],
+)
+def test_arguments_of_a_wrong_type_are_errors(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{list(wrong)[-1]}=.* must be"):
+        agentkit.make_vec("FrozenLake-v1", 2, **wrong)
+    for number in ("2", None, 2.0, 0):
+        with pytest.raises(ValueError, match="must be integers, at least 1"):
+            agentkit.make_vec("FrozenLake-v1", number)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("mode", [*MODES, "local"])
 def test_unencodable_action_affects_only_its_environment(mode: str) -> None:
     require(mode != "local" or shutil.which("bwrap") is not None, "install bubblewrap")

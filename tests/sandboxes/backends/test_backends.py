@@ -71,6 +71,15 @@ def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
         backends.backend("qqq")
 
 
+async def test_other_values_are_an_error() -> None:
+    for wrong in (3, None, FakeBackend):
+        for use in (Sandbox.create, Sandbox.list):
+            with pytest.raises(ConfigError, match=r"backend=.*must be the name of a back end"):
+                await use(backend=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="snapshot='ak-1' must be a Snapshot"):
+        await Sandbox.create(snapshot="ak-1")  # pyright: ignore[reportArgumentType]
+
+
 def test_third_party_back_ends(install: Install) -> None:
     install(
         ("theirs", HERE), ("broken", "no.such.module:X"), ("odd", "builtins:dict"), ("twice", HERE), ("twice", HERE)

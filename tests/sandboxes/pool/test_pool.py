@@ -204,11 +204,20 @@ def test_old_and_surplus_sandboxes_are_removed():
         {"on_exhausted": "retry"},
         {"refill_concurrency": 0},
         {"max_age": -1},
+        {"max_age": "1h"},
+        {"min_idle": "2"},
+        {"max_size": 2.5},
+        {"acquire_timeout": None},
+        {"backend": 3},
+        {"health": {"ping_interval": 1.0}},
+        {"hedge": "p95"},
+        {"breaker": "docker"},
+        {"host": "docker"},
     ],
 )
 def test_wrong_settings_are_errors(wrong: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        SandboxPool(backend=FakeBackend(), **{"min_idle": 0, **wrong})
+        SandboxPool(**{"backend": FakeBackend(), "min_idle": 0, **wrong})
 
 
 def test_an_image_is_a_specification():
