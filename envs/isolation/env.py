@@ -7,6 +7,7 @@ hung, died or broke the protocol.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,12 +18,22 @@ from agentkit.envs.isolation.placement import Placement, place
 from agentkit.envs.isolation.redundancy import Redundancy
 from agentkit.envs.isolation.replay import SupervisedEnv
 from agentkit.envs.isolation.validation import Description
-from agentkit.errors import AgentkitError, ConfigError, EnvCrashed, EnvError, SandboxError, UnexplainedCrash
+from agentkit.errors import (
+    AgentkitError,
+    ConfigError,
+    EnvCrashed,
+    EnvError,
+    QuotaExceeded,
+    SandboxError,
+    UnexplainedCrash,
+)
 from agentkit.portal import portal
+from agentkit.sandboxes import backends
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.recovery.hedge import Operation
 from agentkit.sandboxes.recovery.record import Means
 from agentkit.sandboxes.spec import SandboxSpec
+from agentkit.sandboxes.tasks import finished
 
 R = TypeVar("R")
 
@@ -227,7 +238,8 @@ class SandboxedTextEnv(TextEnv):
 def describe(placement: Placement) -> Description:
     """Make an environment in a sandbox and return its description. Cached for equal placements.
 
-    Blocks. Raises ``SandboxError``, ``RegistryError``, ``EnvError``.
+    All sandbox servers that accept sandboxes need the image; they fetch it if it is missing. Blocks. Raises
+    ``SandboxError``, ``RegistryError``, ``EnvError``.
     """
     if placement.digest not in _descriptions:
         _descriptions[placement.digest] = portal().run(_describe(placement))
@@ -235,11 +247,21 @@ def describe(placement: Placement) -> Description:
 
 
 async def _describe(placement: Placement) -> Description:
+    backend, release = await backends.borrow(placement.backend)
     allocator = SandboxAllocator(placement)
     try:
+        await _check_image(backend, placement.spec)
         return (await allocator.acquire())[0].description
     finally:
         await allocator.close()
+        await finished(release())
+
+
+async def _check_image(backend: Backend, spec: SandboxSpec) -> None:
+    """Raise ``ImageError`` if one of several servers lacks the image and cannot obtain it."""
+    if len(backend.hosts()) > 1 and spec.pull != "never":
+        with contextlib.suppress(QuotaExceeded):  # from a server that accepts no sandboxes; the others have the image
+            await backend.pull(spec.image, timeout=spec.pull_timeout)
 
 
 _descriptions: dict[str, Description] = {}

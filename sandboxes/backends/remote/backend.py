@@ -9,6 +9,7 @@ the other servers do not wait for it. The token is sent only over loopback or TL
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import random
 import secrets
@@ -136,6 +137,8 @@ class RemoteBackend(Backend):
                 if error.side_effects != "none":
                     await finished(self._undo(server, id))
                 refusal = error
+            except ImageError as error:
+                raise _of_server(server.url, error) from None
             except (asyncio.CancelledError, ProtocolError):
                 await finished(self._undo(server, id))
                 raise
@@ -214,15 +217,16 @@ class RemoteBackend(Backend):
         Raises:
             AccessDenied: the policy of a server does not allow the image.
             ImageError: a server cannot obtain it.
+            QuotaExceeded: a server accepts no sandboxes and fetches nothing; all others have the image.
             EngineUnavailable: no server answers.
         """
         content = pack_json({"image": image, "timeout": timeout, "refresh": refresh})
-        answers = [*(await self.ask_all("POST", "/v1/pull", content, timeout=timeout)).values()]
-        found = [answer for answer in answers if not isinstance(answer, EngineUnavailable)]
-        for answer in found or answers:
-            if isinstance(answer, SandboxError):
-                raise answer
-        return any(unpack(bool, answer) for answer in found if isinstance(answer, bytes))
+        answers = await self.ask_all("POST", "/v1/pull", content, timeout=timeout)
+        found = {url: answer for url, answer in answers.items() if not isinstance(answer, EngineUnavailable)} or answers
+        refusals = [(url, answer) for url, answer in found.items() if isinstance(answer, SandboxError)]
+        for url, error in sorted(refusals, key=lambda refusal: isinstance(refusal[1], QuotaExceeded)):
+            raise _of_server(url, error)
+        return any(unpack(bool, answer) for answer in found.values() if isinstance(answer, bytes))
 
     async def ask_all(
         self, method: str, path: str, content: bytes = b"", *, timeout: float = _TIMEOUT
@@ -355,6 +359,13 @@ def _channel(server: ServerConnection, id: str, response: bytes) -> tuple[Sandbo
         server, id, str(fields.get("channel")), str(fields.get("isolation")), fields.get("resumes") is True
     )
     return unpack(SandboxSpec, pack_json(fields.get("spec"))), channel
+
+
+def _of_server(url: str, error: SandboxError) -> SandboxError:
+    """Return a copy of the error whose message names the server."""
+    named = copy.copy(error)
+    named.args = (f"{url}: {error}",)
+    return named
 
 
 def _no_server() -> EngineUnavailable:

@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from requiring import require
 
+from agentkit.envs.isolation.env import _check_image, _describe
+from agentkit.envs.isolation.placement import place
 from agentkit.errors import AccessDenied, ImageError, QuotaExceeded
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec
 from agentkit.sandboxes.backend import Backend
@@ -117,6 +119,32 @@ async def test_an_image_is_fetched_on_all_servers() -> None:
         first.tenants.drain(True)
         with pytest.raises(QuotaExceeded):
             await backend.pull("team/other")
+
+
+async def test_a_run_needs_its_image_on_all_servers_that_accept_sandboxes() -> None:
+    class Without(FakeBackend):
+        async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+            raise ImageError(f"no image {image!r}", image=image)
+
+    one, two = FakeBackend(), Without()
+    async with (
+        served(one, ImageConfig()) as first,
+        served(two, ImageConfig()) as second,
+        connected(first, second) as backend,
+    ):
+        with pytest.raises(ImageError, match=f"{second.url}: no image 'agentkit/env'"):
+            await _describe(place("FrozenLake-v1", {}, backend))
+        spec = using("agentkit/env")
+        first.tenants.drain(True)
+        await until(lambda: [host.state for host in backend.hosts()] == ["unschedulable", "up"])
+        with pytest.raises(ImageError, match=f"{second.url}: no image 'agentkit/env'"):
+            await Sandbox.create(spec, backend=backend)
+        with pytest.raises(ImageError):  # the refusal of the other server does not hide it
+            await _check_image(backend, spec)
+        first.tenants.drain(False)
+        second.tenants.drain(True)
+        await _check_image(backend, spec)
+        assert one.images == {"agentkit/env"}
 
 
 # A real registry
