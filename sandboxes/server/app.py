@@ -411,7 +411,7 @@ class SandboxServer:
             certificate: path of a TLS certificate.
             key: path of the key of the certificate.
             measure: returns the use of this machine; by default it is measured.
-            state: where the next process of this server finds its sandboxes; None: they end with the server.
+            state: the saved sandboxes, for the next process of this server; None: sandboxes end with this process.
 
         Raises:
             ConfigError: the address is in use, or other machines can reach it and there is no certificate and key.
@@ -437,7 +437,7 @@ class SandboxServer:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         address = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
-        measured = ServerMetrics(AdmissionControl(self.tenants), self.tenants, backend, machine, config.quota.sandboxes)
+        measured = ServerMetrics(AdmissionControl(self.tenants), self.tenants, backend)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 measured,  # pyright: ignore[reportArgumentType]
@@ -567,5 +567,5 @@ def _receive(received: asyncio.Future[int], number: int) -> None:
 
 
 def _state(backend: Backend, name: str, keep: float) -> ServerState | None:
-    """Return where a server keeps what its next process needs; None if its sandboxes end with it."""
+    """Return the files for the next process of a server; None if its sandboxes end with this process."""
     return ServerState(name, keep) if name and keep and backend.recipe() is not None else None

@@ -10,7 +10,9 @@ import asyncio
 import fnmatch
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Literal
 
 from agentkit.errors import SandboxError
 from agentkit.sandboxes.backend import Backend
@@ -51,6 +53,7 @@ class ImageCache:
 
     Attributes:
         config: the images to fetch ahead, and how long others are kept.
+        counts: numbers of images that were ``fetched``, that ``failed`` to be fetched, and that were ``removed``.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ImageCache:
             save: keeps ``fetched`` for the next process.
         """
         self.config = config
+        self.counts: Counter[Literal["fetched", "failed", "removed"]] = Counter()
         self._backend = backend
         self._host = host
         self._in_use = in_use
@@ -80,6 +84,11 @@ class ImageCache:
         self._save = save
         self._present: set[str] = set()
         self._removal = asyncio.Lock()
+
+    @property
+    def num_fetched(self) -> int:
+        """Number of images that this server has fetched and not removed."""
+        return len(self._fetched)
 
     async def use(self, spec: SandboxSpec) -> None:
         """Fetch the image of a sandbox that is about to be created. Raises ``ImageError``."""
@@ -92,9 +101,14 @@ class ImageCache:
         """Fetch an image; return whether it was missing. Raises ``ImageError``."""
         async with self._removal:
             pass
-        missing = await self._backend.pull(name, timeout=timeout, refresh=refresh)
+        try:
+            missing = await self._backend.pull(name, timeout=timeout, refresh=refresh)
+        except SandboxError:
+            self.counts["failed"] += 1
+            raise
         self._present.add(name)
         if missing:
+            self.counts["fetched"] += 1
             self._fetched[name] = time.time()
             self._save(self._fetched)
         return missing
@@ -127,6 +141,7 @@ class ImageCache:
                     _log.warning("cannot remove the unused image %s: %s", name, error)
                     continue
                 del self._fetched[name]
+                self.counts["removed"] += 1
                 _log.info("removed the image %s, which no sandbox uses", name)
         self._save(self._fetched)
 

@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from agentkit.errors import SandboxError
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.server.admission import Message, Receive, Send, bearer_token
-from agentkit.sandboxes.server.host import Host
+from agentkit.sandboxes.server.config import OPERATOR
 from agentkit.sandboxes.server.tenants import Tenants
 
 PATH = "/metrics"
@@ -66,19 +66,10 @@ class ServerMetrics:
         app: the application behind it.
         tenants: the tenants of the server.
         backend: the back end of the sandboxes.
-        host: the machine of the server.
-        limit: largest number of sandboxes.
     """
 
-    def __init__(
-        self,
-        app: App,
-        tenants: Tenants,
-        backend: Backend,
-        host: Host,
-        limit: int,
-    ) -> None:
-        self._app, self._backend, self._host, self._tenants = app, backend, host, tenants
+    def __init__(self, app: App, tenants: Tenants, backend: Backend) -> None:
+        self._app, self._backend, self._tenants = app, backend, tenants
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter(
@@ -103,7 +94,6 @@ class ServerMetrics:
             registry=registry,
             buckets=_EXEC_BUCKETS,
         )
-        self._limit = limit
         self._now = _Families()
         registry.register(self._now)
 
@@ -171,14 +161,24 @@ class ServerMetrics:
             expired.add_metric([tenant], sessions.expired)
             snapshots.add_metric([tenant], sessions.num_snapshots)
         used = GaugeMetricFamily("agentkit_host_used_ratio", "Share of the machine in use.", None, ["resource"])
-        for resource, share in vars(self._host.usage).items():
+        host = self._tenants.host
+        for resource, share in vars(host.usage).items():
             used.add_metric([resource], share)
-        yield from (sandboxes, expired, snapshots, used)
+        images = self._tenants.images
+        fetches = CounterMetricFamily(
+            "agentkit_image_fetches", "Images that were missing and were fetched, or not.", None, ["result"]
+        )
+        for result in ("fetched", "failed"):
+            fetches.add_metric([result], images.counts[result])
+        removals = CounterMetricFamily("agentkit_images_removed", "Unused images that were removed.")
+        removals.add_metric([], images.counts["removed"])
+        yield from (sandboxes, expired, snapshots, used, fetches, removals)
         for name, text, value in (
-            ("agentkit_sandbox_limit", "Largest number of sandboxes.", self._limit),
+            ("agentkit_sandbox_limit", "Largest number of sandboxes.", self._tenants[OPERATOR].share.total.sandboxes),
+            ("agentkit_images", "Images that this server fetched and did not remove.", images.num_fetched),
             ("agentkit_engine_up", "1 if the engine of the sandboxes answered this scrape.", states is not None),
-            ("agentkit_host_accepting", "1 if the machine accepts new sandboxes.", not self._host.reason),
-            ("agentkit_host_draining", "1 if an operator has stopped creations.", self._host.draining),
+            ("agentkit_host_accepting", "1 if the machine accepts new sandboxes.", not host.reason),
+            ("agentkit_host_draining", "1 if an operator has stopped creations.", host.draining),
         ):
             yield GaugeMetricFamily(name, text, value)
 

@@ -35,13 +35,12 @@ from agentkit.sandboxes.types import BackendEvent
 
 _log = logging.getLogger(__name__)
 
-
 _INTERVAL = 1.0
 """Seconds between two measurements of the machine."""
 
 
 class Operation(Protocol):
-    """What only the operator of a server may do."""
+    """Operations of a server that need the operator's token."""
 
     def drain(self, draining: bool) -> None:
         """Refuse new sandboxes, or accept them again; existing ones continue."""
@@ -66,7 +65,12 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one server, between ``start`` and ``stop``."""
+    """The tenants of one server, between ``start`` and ``stop``.
+
+    Attributes:
+        host: the machine of the server.
+        images: the images of the server.
+    """
 
     def __init__(
         self,
@@ -81,14 +85,14 @@ class Tenants:
             backend: where sandboxes are created.
             host: the machine of the server.
             make_app: returns the application for a tenant; it gets an ``Operation`` for the operator only.
-            files: where the next process of the server finds the sandboxes; None: they end with this one.
+            files: the saved sandboxes, for the next process of the server; None: sandboxes end with this process.
         """
         self.host = host
         self._backend = backend
         self._make_app = make_app
         self._files = files
         fetched, save = ({}, lambda _: None) if files is None else (files.load_images(), files.save_images)
-        self._images = ImageCache(backend, host, ImageConfig(), self._images_in_use, fetched, save)
+        self.images = ImageCache(backend, host, ImageConfig(), self._images_in_use, fetched, save)
         self._tenants: dict[str, Tenant] = {}
         self._metrics_readers: frozenset[bytes] = frozenset()
         self._shares: list[Share] = []
@@ -122,7 +126,7 @@ class Tenants:
         self._started = True
         for tenant in self._tenants.values():
             await tenant.sessions.start()
-        for work in (self._measure_host(), self._forward_events(), self._images.maintain()):
+        for work in (self._measure_host(), self._forward_events(), self.images.maintain()):
             tracked(work, self._tasks)
 
     async def stop(self, *, keep: bool = False) -> None:
@@ -186,7 +190,7 @@ class Tenants:
         readers = () if config.metrics_token_file is None else find_tokens(config.metrics_token_file)
         self._metrics_readers = frozenset(map(_digest, readers))
         self.host.watermarks = config.watermarks.shares()
-        self._images.config = config.images
+        self.images.config = config.images
         for name in [*digests, *(self._tenants.keys() - digests.keys())]:
             tenant = self._tenants.get(name) or await self._add(name, config)
             tenant.share.own, tenant.share.total = config.quota_of(name), config.quota
@@ -198,7 +202,7 @@ class Tenants:
     async def _add(self, name: str, config: ServerConfig) -> Tenant:
         share = Share(name, config.quota_of(name), config.quota, self._shares)
         sessions = SandboxSessions(
-            self._backend, self.host, share, config.policy_of(name), self._exists, self._images, self._files
+            self._backend, self.host, share, config.policy_of(name), self._exists, self.images, self._files
         )
         tenant = self._tenants[name] = Tenant(sessions, self._make_app(sessions, self if name == OPERATOR else None))
         if self._started:

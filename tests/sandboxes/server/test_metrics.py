@@ -6,20 +6,21 @@ import asyncio
 import hashlib
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentkit.errors import AccessDenied
+from agentkit.errors import AccessDenied, ImageError
 from agentkit.sandboxes import Sandbox, SandboxSpec
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.server.app import SandboxServer
-from agentkit.sandboxes.server.config import ServerConfig, TenantConfig
+from agentkit.sandboxes.server.config import ImageConfig, ServerConfig, TenantConfig
 from agentkit.sandboxes.server.metrics import route
-from agentkit.sandboxes.server.policy import Quota
+from agentkit.sandboxes.server.policy import Policy, Quota
 from agentkit.sandboxes.testing.fake import FakeBackend
 
 TOKEN, SCRAPER = "a-token-of-the-tests-alone", "a-token-that-only-scrapes"
@@ -54,6 +55,7 @@ async def test_what_prometheus_reads(tmp_path: Path) -> None:
                 response = await scrape(server, SCRAPER)
         finally:
             await backend.close()
+        await server.tenants.configure(ServerConfig(quota=Quota(sandboxes=9)), [TOKEN])
         after = samples((await scrape(server)).text)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -73,6 +75,7 @@ async def test_what_prometheus_reads(tmp_path: Path) -> None:
     assert found["agentkit_host_accepting",] == found["agentkit_engine_up",] == 1
     assert found["agentkit_host_draining",] == 0
     assert ("agentkit_sandboxes", "running", "operator") not in after
+    assert after["agentkit_sandbox_limit",] == 9
     assert after["agentkit_requests_total", "sandboxes/remove", "200"] >= 2
 
 
@@ -102,6 +105,34 @@ async def test_tenants_are_labels_and_read_no_metrics() -> None:
         await backend.close()
     assert found["agentkit_sandboxes", "running", "alpha"] == 1
     assert refused.status_code == 401
+
+
+async def test_images_are_counted() -> None:
+    class Engine(FakeBackend):
+        async def pull(self, image: str, *, timeout: float = 600.0, refresh: bool = False) -> bool:
+            if image == "nowhere":
+                raise ImageError("no image 'nowhere'", image=image)
+            return await super().pull(image, timeout=timeout, refresh=refresh)
+
+    fake = Engine()
+    images = ImageConfig(keep_days=1e-6, interval=0.05)
+    config = ServerConfig(policy=Policy(images=("*",)), images=images)
+    async with SandboxServer(fake, token=TOKEN, config=config) as server:
+        backend = RemoteBackend(server.url, TOKEN)
+        await backend.start()
+        async with Sandbox.create(SandboxSpec(image="used"), backend=backend):
+            with pytest.raises(ImageError):
+                await backend.pull("nowhere")
+            during = samples((await scrape(server)).text)
+        await backend.close()
+        end = time.monotonic() + 20
+        while "used" in fake.images:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        after = samples((await scrape(server)).text)
+    assert during["agentkit_images",] == 1
+    assert [during["agentkit_image_fetches_total", result] for result in ("fetched", "failed")] == [1, 1]
+    assert (after["agentkit_images",], after["agentkit_images_removed_total",]) == (0, 1)
 
 
 async def test_requests_of_strangers_make_no_labels() -> None:
