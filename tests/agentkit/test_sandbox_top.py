@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import io
 import os
 import uuid
@@ -13,9 +15,12 @@ from rich.console import Console
 
 from agentkit.cli.sandbox.sampling import CONCURRENCY, HostRow, Sample, Sampler, SandboxRow
 from agentkit.cli.sandbox.top import Order, ordered, screen
-from agentkit.sandboxes import SandboxSpec, paths
+from agentkit.sandboxes import Sandbox, SandboxSpec, paths
+from agentkit.sandboxes.backends.remote.backend import RemoteBackend
 from agentkit.sandboxes.reaper.labels import ID, MANAGED, OWNER, RUN
 from agentkit.sandboxes.reaper.owner import Owner
+from agentkit.sandboxes.server.app import SandboxServer
+from agentkit.sandboxes.server.config import ServerConfig, TenantConfig
 from agentkit.sandboxes.testing import virtual_time
 from agentkit.sandboxes.testing.fake import FakeBackend
 
@@ -74,6 +79,28 @@ def test_at_most_some_sandboxes_are_asked_at_a_time() -> None:
         await sampler.close()
 
     virtual_time.run(scenario())
+
+
+async def test_the_operator_sees_what_each_tenant_uses() -> None:
+    own, operator = "a-token-of-one-tenant-alone", "a-token-of-the-tests-alone"
+    tenants = {"alpha": TenantConfig(token_sha256=(hashlib.sha256(own.encode()).hexdigest(),))}
+    async with SandboxServer(FakeBackend(), token=operator, config=ServerConfig(tenants=tenants)) as server:
+        samples = []
+        async with contextlib.AsyncExitStack() as stack:
+            for token in (own, operator):
+                backend = RemoteBackend(server.url, token)
+                await backend.start()
+                stack.push_async_callback(backend.close)
+                if token == own:
+                    await stack.enter_async_context(Sandbox.create(backend=backend))
+                sampler = Sampler([backend])
+                samples.append(await sampler.sample(1.0))
+                await sampler.close()
+    assert samples[0].tenants == []
+    assert {row.tenant: row.sandboxes for row in samples[1].tenants} == {"alpha": 1, "operator": 0}
+    console = Console(file=io.StringIO(), width=100, height=24)
+    console.print(screen(samples[1], Order.cpu, 24))
+    assert "alpha" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_control_characters_of_a_label_do_not_reach_the_terminal() -> None:

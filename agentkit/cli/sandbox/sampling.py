@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from agentkit.cli.sandbox.listing import labels_of, owner_of
 from agentkit.errors import AgentkitError, SandboxError
@@ -70,6 +72,20 @@ class SandboxRow:
 
 
 @dataclass(frozen=True)
+class TenantRow:
+    """What one tenant of a sandbox server uses; only the operator's token shows it."""
+
+    host: str
+    tenant: str
+    sandboxes: int
+    snapshots: int
+    cpus: float
+    """Limits of its sandboxes together, in processors."""
+    memory: int
+    """Limits of its sandboxes together, in bytes."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """All hosts and sandboxes at one moment."""
 
@@ -79,6 +95,7 @@ class Sample:
     sandboxes: list[SandboxRow]
     problems: list[str]
     """One line for each back end that does not answer; its rows are those of the last answer."""
+    tenants: list[TenantRow] = field(default_factory=list)
 
 
 class Sampler:
@@ -97,7 +114,9 @@ class Sampler:
 
     async def sample(self, seconds: float) -> Sample:
         """Return a sample; wait up to ``seconds`` for sandboxes that have not answered, then show what is known."""
-        problems = [text for text in await asyncio.gather(*map(self._list, self._backends)) if text]
+        listed, tenants = await asyncio.gather(
+            asyncio.gather(*map(self._list, self._backends)), asyncio.gather(*map(_tenants, self._backends))
+        )
         running = {
             each.id: backend
             for backend in self._backends
@@ -115,7 +134,8 @@ class Sampler:
         if asked:
             await asyncio.wait(asked, timeout=seconds)
         rows = [self._row(backend, each) for backend in self._backends for each in self._found.get(backend.name, ())]
-        return Sample(time.time(), self._hosts(rows), rows, problems)
+        problems = [text for text in listed if text]
+        return Sample(time.time(), self._hosts(rows), rows, problems, [row for some in tenants for row in some])
 
     async def close(self) -> None:
         """End the connections to all sandboxes."""
@@ -167,6 +187,33 @@ class Sampler:
             number, name = counts.get(backend.name, 0), socket.gethostname()
             hosts.append(HostRow(name, backend.name, "up", usage.cpu, usage.memory, usage.disk, number, None))
         return hosts
+
+
+async def _tenants(backend: Backend) -> list[TenantRow]:
+    """Return what the tenants of sandbox servers use; nothing for other back ends, and without the operator's token."""
+    if not backend.hosts():  # imports nothing of servers where there are none
+        return []
+    from agentkit.sandboxes.backends.remote.backend import RemoteBackend
+
+    if not isinstance(backend, RemoteBackend):
+        return []
+    try:
+        answers = await asyncio.wait_for(backend.ask_all("GET", "/v1/status"), _LIST_SECONDS)
+    except asyncio.TimeoutError:
+        return []
+    return [
+        TenantRow(
+            urlsplit(url).netloc,
+            name,
+            int(used["sandboxes"]),
+            int(used["snapshots"]),
+            used["cpus"],
+            int(used["memory"]),
+        )
+        for url, answer in answers.items()
+        if isinstance(answer, bytes)
+        for name, used in json.loads(answer).get("tenants", {}).items()
+    ]
 
 
 class _Probe:

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from agentkit.cli.sandbox.sampling import HostRow, Sample, SandboxRow
+    from agentkit.cli.sandbox.sampling import HostRow, Sample, SandboxRow, TenantRow
     from agentkit.sandboxes.backend import Backend
 
 _HOST_COLUMNS = ("host", "backend", "state", "cpu", "memory", "disk", "sandboxes")
+_TENANT_COLUMNS = ("server", "tenant", "sandboxes", "snapshots", "cpus", "memory")
 _SANDBOX_COLUMNS = ("sandbox", "host", "state", "owner", "age", "cpu", "memory", "processes", "labels")
-_LEFT = frozenset({"host", "backend", "state", "sandbox", "owner", "labels"})
+_LEFT = frozenset({"host", "server", "tenant", "backend", "state", "sandbox", "owner", "labels"})
 
 
 class Order(str, Enum):
@@ -173,12 +174,17 @@ def screen(sample: Sample, order: Order, height: int) -> RenderableType:
     from rich.text import Text
 
     problems = [Text(printable(text), style="red") for text in sample.problems]
-    room = max(1, height - len(sample.hosts) - len(problems) - 6)
+    tenants = (
+        [Text(), _table(_TENANT_COLUMNS, [_tenant_cells(row) for row in sample.tenants])] if sample.tenants else []
+    )
+    lines_of_tenants = len(sample.tenants) + 2 if sample.tenants else 0
+    room = max(1, height - len(sample.hosts) - lines_of_tenants - len(problems) - 6)
     rows = ordered(sample.sandboxes, order)
     more = [Text(f"… and {len(rows) - room} more", style="dim")] if len(rows) > room else []
     title = f"{len(rows)} sandboxes, sorted by {order.value} (c: cpu, m: memory, a: age, q: quit)"
     return Group(
         _table(_HOST_COLUMNS, [_host_cells(row) for row in sample.hosts]),
+        *tenants,
         *problems,
         Text(),
         Text(title, style="dim"),
@@ -208,6 +214,9 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
 
 def _print_plain(sample: Sample, order: Order) -> None:
     print_table([_HOST_COLUMNS, *(_host_cells(row) for row in sample.hosts)])
+    if sample.tenants:
+        typer.echo()
+        print_table([_TENANT_COLUMNS, *(_tenant_cells(row) for row in sample.tenants)])
     for text in sample.problems:
         typer.echo(printable(text))
     typer.echo()
@@ -224,6 +233,10 @@ def _print_json(sample: Sample, order: Order) -> None:
 def _host_cells(row: HostRow) -> tuple[str, ...]:
     number = str(row.sandboxes) if row.limit is None else f"{row.sandboxes}/{row.limit}"
     return (row.host, row.backend, row.state, *(_percent(share) for share in (row.cpu, row.memory, row.disk)), number)
+
+
+def _tenant_cells(row: TenantRow) -> tuple[str, ...]:
+    return (row.host, row.tenant, str(row.sandboxes), str(row.snapshots), f"{row.cpus:g}", size(row.memory))
 
 
 def _sandbox_cells(row: SandboxRow) -> tuple[str, ...]:
