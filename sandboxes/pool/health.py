@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 
 from agentkit.errors import ConfigError
-from agentkit.sandboxes.arguments import check_positive
+from agentkit.sandboxes.arguments import check_not_negative, check_positive
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.types import Stats
@@ -65,10 +65,10 @@ class HealthPolicy:
     """Share of a sandbox's own memory, workspace or processes in use while idle from which it is replaced."""
 
     def __post_init__(self) -> None:
-        shares = ("eject", "watermark", "exhausted")
         check_positive(**{name: value for name, value in vars(self).items() if name != "eject"})
-        for name in shares:
-            if not 0 <= getattr(self, name) <= 1:
+        check_not_negative(eject=self.eject)
+        for name in ("eject", "watermark", "exhausted"):
+            if getattr(self, name) > 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is a share, between 0 and 1")
 
     @property
@@ -119,12 +119,15 @@ def pressure(usage: HostUsage, watermarks: Mapping[str, float], *, already: bool
     Args:
         usage: the measured shares.
         watermarks: shares by field of ``HostUsage`` from which a host is under pressure.
-        already: whether it is under pressure now, which ends 5 % below the watermark.
+        already: whether it is under pressure now, which ends 5 % below the watermark, but not below half of it.
     """
     for name, watermark in watermarks.items():
-        share, limit = getattr(usage, name), watermark - (0.05 if already else 0.0)
-        if share >= limit:
-            return f"{share:.0%} of the host's {name} is in use, the limit is {limit:.0%}"
+        share, end = getattr(usage, name), max(watermark - 0.05, watermark / 2)
+        if share >= watermark:
+            return f"{share:.0%} of the host's {name} is in use, the limit is {watermark:.0%}"
+        if already and share >= end:
+            text = f"{share:.0%} of the host's {name} is in use"
+            return f"{text}; the limit of {watermark:.0%} was reached, and creations continue below {end:.0%}"
     return None
 
 

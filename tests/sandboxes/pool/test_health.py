@@ -83,6 +83,13 @@ def test_pressure_starts_at_the_watermark_and_ends_below_it():
     assert pressure(HostUsage(0.84, 0.5), POLICY.watermarks, already=True) is None
 
 
+def test_pressure_names_the_limit_and_ends_below_small_watermarks():
+    for watermark in (0.9, 0.05, 0.01):
+        text = pressure(HostUsage(0.99 * watermark, 0.0), {"memory": watermark}, already=True)
+        assert f"the limit of {watermark:.0%}" in (text or "")
+        assert pressure(HostUsage(0.0, 0.0), {"memory": watermark}, already=True) is None
+
+
 def test_local_host_is_measured():
     usage = local_host()
     assert 0 < usage.memory < 1
