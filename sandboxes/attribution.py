@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Cause = Literal["external", "program", "unexplained"]
 """``external``: the host, the engine, or a request to it. ``program``: the code in the sandbox. ``unexplained``:
-either of them; retry once, then hold the code responsible."""
+one of the two; retry once, then count the failure as the program's."""
 
 _EXTERNAL_REASONS = frozenset({"removed", "engine_down", "replaced", "frozen", "closed"})
 _PROGRAM_REASONS = frozenset({"oom", "tainted"})

@@ -1,7 +1,7 @@
 """Continue an episode after its environment failed, by replaying its calls in another one.
 
-Invariant: an episode continues only if every replayed call has the same result as the first time. A call during which
-its environment fails by itself twice, instead of being lost with its sandbox, is not made a third time. An
+Invariant: an episode continues only if every replayed call has the same result as the first time. If the environment
+itself, not its sandbox, fails twice in one call, the call is not made a third time. An
 ``UnexplainedCrash`` is never replayed, because the policy may have caused it.
 """
 

@@ -13,8 +13,8 @@ from typing import Literal
 from agentkit.sandboxes import telemetry
 
 Means = Literal["standby", "spare", "new", "restart", "snapshot"]
-"""What replaced a lost target: a standby, a spare that was ready, a new one, itself after a restart, or a new one with
-the files of a snapshot."""
+"""The replacement of a lost target: a standby, a ready spare, a new target, the same target after a restart, or a new
+target with the files of a snapshot."""
 
 
 @dataclass(frozen=True)

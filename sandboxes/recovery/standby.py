@@ -22,7 +22,7 @@ DIVERGENCES = 3
 
 
 class Target(Protocol):
-    """What can be replaced: a sandbox of a pool, or an environment."""
+    """A sandbox of a pool, or an environment, that can be replaced."""
 
     @property
     def host(self) -> str:

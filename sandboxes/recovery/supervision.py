@@ -37,7 +37,7 @@ class NotRecovered(Exception):
 class Supervised(ABC, Generic[T]):
     """One supervised target. Calls run one after another. Subclasses say what a target is and what its errors mean.
 
-    A call whose target is lost raises its error, or is made again on the recovered target if the class ``repeats``.
+    If its target is lost, a call raises the error, or is made again on the recovered target if the class ``repeats``.
 
     Args:
         describe: returns the bytes of a result that two runs of one call must have in common.

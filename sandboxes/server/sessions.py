@@ -6,7 +6,7 @@ server stops. A snapshot is removed when its client has been disconnected for th
 left. If the server dies, the reaper removes them. Sandboxes in creation count against the quota.
 
 With a ``ServerState``, sandboxes and snapshots outlive the process for the time that it states: the next process of the
-server adopts them, with the channels that clients have open, and removes those about which it knows nothing.
+server adopts them, with the channels that clients have open, and removes the sandboxes that no file describes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SandboxSessions:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._restarting: EngineUnavailable | None = None
-        """What new calls get before a restart."""
+        """The error of new calls after a restart was announced."""
         self.expired = 0
         """Sandboxes that were removed because their time to live ended or their clients were gone."""
 
@@ -150,8 +150,7 @@ class SandboxSessions:
     async def hand_over(self) -> None:
         """Announce a restart, wait for running calls, and leave everything to the next process of the server.
 
-        Commands with an idempotency key continue in their sandboxes. What else still runs after ``_DRAIN_SECONDS`` is
-        killed.
+        Commands with an idempotency key continue in their sandboxes. Other calls are cut after ``_DRAIN_SECONDS``.
         """
         assert self._files is not None
         keep = self._files.keep
@@ -179,7 +178,7 @@ class SandboxSessions:
             raise EngineUnavailable(str(self._restarting), **self._restarting.details)
 
     def cause(self, error: Exception) -> Exception:
-        """Return the error of a call for its client: not how the end of this process has cut it, but that it did."""
+        """Return the error that the client of a failed call gets: ``EngineUnavailable`` once the server stops."""
         if not self._stopping:
             return error
         cut = self._restarting or EngineUnavailable("the sandbox server stops")

@@ -1,7 +1,7 @@
 """What each tenant of a sandbox server uses of what all of them share.
 
 Invariant: a tenant exceeds neither its own quota nor the server's. Half of every limit is reserved for the tenants in
-equal parts, the other half is for those who ask first, so no tenant can use up what another one needs.
+equal parts, and the other half goes to the first requests. So no tenant can use the reserved part of another one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files of a sandbox server, from which its next process adopts its sandboxes and snapshots.
 
 Invariant: one process at a time has the name of a server. There is one file per sandbox and snapshot, replaced as a
-whole. A file that cannot be read does not prevent a start: what it described is removed, because only the heartbeat
-shows that it belongs to this server. Times are seconds of ``heartbeat.now``, which is also the clock of event loops.
+whole. A file that cannot be read does not prevent a start: its sandbox or snapshot is removed. Times are seconds of
+``heartbeat.now``, which is also the clock of event loops.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedSandbox:
-    """What a server knows about a sandbox of a client."""
+    """A sandbox of a client, as its server saves it."""
 
     id: str
     tenant: str
@@ -44,7 +44,7 @@ class SavedSandbox:
 
 @dataclass(frozen=True)
 class SavedSnapshot:
-    """What a server knows about a snapshot of a client."""
+    """A snapshot of a client, as its server saves it."""
 
     snapshot: Snapshot
     tenant: str

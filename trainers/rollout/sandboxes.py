@@ -83,7 +83,7 @@ class ReplayedEnv:
 
 
 class _ReplaceableHandle:
-    """A handle that ``Supervised`` can replace. Its failures are seen only by its calls."""
+    """A handle that ``Supervised`` can replace. Only its calls detect failures."""
 
     host = socket.gethostname()
     sandbox_id = failure = ""

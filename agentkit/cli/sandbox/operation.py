@@ -21,7 +21,7 @@ def drain(
     server: Servers = None,
     off: Annotated[bool, typer.Option("--off", help="Accept new sandboxes again.")] = False,
 ) -> None:
-    """Let sandbox servers create no more sandboxes; running ones continue. Needs the operator's token."""
+    """Stop servers from creating sandboxes; running sandboxes continue. Needs the operator's token."""
     _report(run(_drain(server, not off)))
 
 
