@@ -152,8 +152,8 @@ class SandboxApp:
             case "GET", "boot":
                 return self._sessions.boot.encode()
             case "POST", "stream":
-                queue = self._sessions.subscribe(call.header(CLIENT_HEADER), unpack(list[str], call.body))
-                return _Stream(_lines(queue), lambda: self._sessions.unsubscribe(queue))
+                stream = self._sessions.subscribe(call.header(CLIENT_HEADER), unpack(list[str], call.body))
+                return _Stream(stream.lines(), lambda: self._sessions.unsubscribe(stream))
             case "POST", "list":
                 return pack_json(await self._sessions.list(unpack(dict[str, str], call.body)))
             case "GET", "status":
@@ -168,7 +168,7 @@ class SandboxApp:
                 timeout = unpack(float, pack_json(body.get("timeout")))
                 return pack_json(await self._run(call, self._sessions.pull(image, timeout, refresh)))
             case "DELETE", "calls", name:
-                await self._sessions.cancel(name)
+                await self._sessions.calls.cancel(name)
             case "DELETE", "snapshots", name:
                 await self._sessions.discard(name)
             case _:
@@ -283,17 +283,12 @@ class SandboxApp:
 
     async def _run(self, call: _Call, work: Coroutine[Any, Any, Any], *, detached: bool = False) -> Any:
         disconnected = None if detached else _disconnected(call.receive)
-        return await self._sessions.run(call.header(CALL_HEADER) or paths.new_id(), work, disconnected)
+        return await self._sessions.calls.run(call.header(CALL_HEADER) or paths.new_id(), work, disconnected)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _lines(queue: asyncio.Queue[bytes | None]) -> AsyncGenerator[bytes, None]:
-    while (line := await queue.get()) is not None:
-        yield line
 
 
 async def _process_frames(started: str, process: Process, cause: Cause) -> AsyncGenerator[bytes, None]:

@@ -15,34 +15,31 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from agentkit.errors import EngineUnavailable, InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.reaper.registration import Registration
+from agentkit.sandboxes.server.calls import Calls
 from agentkit.sandboxes.server.host import Host
 from agentkit.sandboxes.server.images import ImageCache
 from agentkit.sandboxes.server.policy import Policy, Quota, check_image_name, permitted
 from agentkit.sandboxes.server.protocol import HEARTBEAT_SECONDS, SNAPSHOT_IMAGE, pack_json
+from agentkit.sandboxes.server.recent import Recent
 from agentkit.sandboxes.server.shares import Share
 from agentkit.sandboxes.server.state import SavedSandbox, SavedSnapshot, ServerState
+from agentkit.sandboxes.server.streams import EventStream
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.tasks import begin, loop_time, retrieve, tracked
 from agentkit.sandboxes.types import BackendEvent, Observed, Snapshot
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
-_RECENT = 10_000
-"""Closed channels, cancelled calls and removed sandboxes that are remembered."""
-_QUEUE_LINES = 1000
-"""Lines that may wait for a client; a client that falls further behind has to reconnect."""
 _STOP_SECONDS = 30.0
 _DRAIN_SECONDS = 2.0
 """Seconds that running calls get before a restart; then they are cut."""
@@ -70,15 +67,6 @@ class StoredSnapshot:
     client: str
     last_contact: float
     snapshot: Snapshot | None = None
-
-
-class _Recent(OrderedDict[str, str]):
-    """The most recent ``_RECENT`` items."""
-
-    def __setitem__(self, key: str, value: str) -> None:
-        super().__setitem__(key, value)
-        if len(self) > _RECENT:
-            self.popitem(last=False)
 
 
 class SandboxSessions:
@@ -110,14 +98,12 @@ class SandboxSessions:
         self._adopted: dict[str, SandboxSession] = {}
         """By channel key: adopted sandboxes whose agents are not connected yet."""
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        self._closed_channels = _Recent()
-        self._removed = _Recent()
-        self._cancelled_calls = _Recent()
-        self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._detached: set[str] = set()
-        """Calls that continue without their clients."""
+        self._closed_channels = Recent()
+        self._removed = Recent()
+        self.calls = Calls()
+        """The calls in progress."""
         self._snapshots: dict[str, StoredSnapshot] = {}
-        self._subscribers: dict[asyncio.Queue[bytes | None], str] = {}
+        self._streams: dict[EventStream, None] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._restarting: EngineUnavailable | None = None
@@ -139,7 +125,8 @@ class SandboxSessions:
         for key in [*self._channels, *self._adopted]:
             self._close_channel(key, "engine_down")
         self._stopping = True
-        await self._end_work([*self._calls.values(), *self._tasks])
+        self.calls.refuse()
+        await self._end_work([*self.calls.running.values(), *self._tasks])
         removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
         removals += [asyncio.ensure_future(self.discard(id)) for id in list(self._snapshots)]
         if removals:
@@ -156,11 +143,10 @@ class SandboxSessions:
         keep = self._files.keep
         self._restarting = EngineUnavailable("the sandbox server restarts", restarting=keep)
         self._broadcast(restarting=keep)
-        if self._calls:
-            await asyncio.wait({*self._calls.values()}, timeout=_DRAIN_SECONDS)
+        await self.calls.drain(_DRAIN_SECONDS)
         self._stopping = True
-        cut = [task for call, task in self._calls.items() if call not in self._detached]
-        await self._end_work([*cut, *self._tasks])
+        self.calls.refuse()
+        await self._end_work([*self.calls.attached(), *self._tasks])
         for _, channel in [*self._channels.values()]:
             await channel.close()
 
@@ -189,46 +175,6 @@ class SandboxSessions:
     def background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run ``work`` to its end and log its failure."""
         begin(work, self._tasks, _log_failure)
-
-    # Calls
-
-    async def run(self, call: str, work: Coroutine[Any, Any, T], disconnected: Coroutine[Any, Any, Any] | None) -> T:
-        """Run ``work``, and cancel it when the client cancels ``call`` or disconnects.
-
-        Args:
-            call: the id of the call.
-            work: the call.
-            disconnected: ends when the client disconnects; None if ``work`` continues in that case.
-        """
-        if self._stopping or call in self._cancelled_calls:
-            work.close()
-            if disconnected is not None:
-                disconnected.close()
-            raise SandboxError("the call was cancelled")
-        task = self._calls[call] = asyncio.ensure_future(work)
-        if disconnected is None:
-            self._detached.add(call)
-        watch = None if disconnected is None else asyncio.ensure_future(disconnected)
-        try:
-            await asyncio.wait({task} if watch is None else {task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if watch is not None:
-                watch.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            del self._calls[call]
-            self._detached.discard(call)
-        if task.cancelled():
-            raise SandboxError("the call was cancelled")
-        return task.result()
-
-    async def cancel(self, call: str) -> None:
-        """Cancel a call, which may arrive later, and return when it has ended."""
-        self._cancelled_calls[call] = ""
-        if task := self._calls.get(call):
-            task.cancel()
-            await asyncio.wait({task}, timeout=_STOP_SECONDS)
 
     @contextlib.contextmanager
     def buffered(self, size: int) -> Iterator[None]:
@@ -423,23 +369,21 @@ class SandboxSessions:
 
     # Event streams
 
-    def subscribe(self, client: str, keys: list[str]) -> asyncio.Queue[bytes | None]:
-        """Return a queue of lines for a client, ended by None. ``keys``: channels that the client has open."""
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LINES)
-        self._subscribers[queue] = client
-        _offer(
-            queue, _line(hello=self.boot, body=self.quota.body, concurrency=self.backend.concurrency, **self.report())
-        )
-        lost = {key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)}
-        _offer(queue, _line(lost=lost))
+    def subscribe(self, client: str, keys: list[str]) -> EventStream:
+        """Open the event stream of a client. ``keys``: channels that the client has open."""
+        stream = EventStream(client)
+        self._streams[stream] = None
+        stream.send(hello=self.boot, body=self.quota.body, concurrency=self.backend.concurrency, **self.report())
+        stream.send(lost={key: self._closed_channels.get(key, "engine_down") for key in keys if not self._is_open(key)})
         if self._stopping:
-            _offer(queue, None)
-        return queue
+            stream.end()
+        return stream
 
-    def unsubscribe(self, queue: asyncio.Queue[bytes | None]) -> None:
-        client = self._subscribers.pop(queue, None)
+    def unsubscribe(self, stream: EventStream) -> None:
+        """Forget the event stream of a client that has disconnected."""
+        self._streams.pop(stream, None)
         for session in self._sessions.values():
-            if client in session.clients:
+            if stream.client in session.clients:
                 session.last_contact = loop_time()
 
     def report(self) -> Mapping[str, Any]:
@@ -451,8 +395,8 @@ class SandboxSessions:
         self._broadcast(**self.report())
 
     def _broadcast(self, **fields: Any) -> None:
-        for queue in self._subscribers:
-            _offer(queue, _line(**fields))
+        for stream in self._streams:
+            stream.send(**fields)
 
     def publish(self, event: BackendEvent | None) -> None:
         """Send an event of a sandbox of this tenant to all clients; None: events may have been missed."""
@@ -463,8 +407,8 @@ class SandboxSessions:
 
     def disconnect(self) -> None:
         """End the event streams: clients have to authenticate again."""
-        for queue in self._subscribers:
-            _offer(queue, None)
+        for stream in self._streams:
+            stream.end()
 
     # Adoption
 
@@ -562,7 +506,7 @@ class SandboxSessions:
         """Send heartbeats and remove expired sandboxes and snapshots, until cancelled."""
         while True:
             self.send_state()
-            connected, now = set(self._subscribers.values()), loop_time()
+            connected, now = {stream.client for stream in self._streams}, loop_time()
             for session in list(self._sessions.values()):
                 if session.clients & connected:
                     session.last_contact = now
@@ -598,16 +542,3 @@ class SandboxSessions:
 def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()):
         _log.warning("background task failed: %s: %s", type(error).__name__, error)
-
-
-def _offer(queue: asyncio.Queue[bytes | None], line: bytes | None) -> None:
-    """Queue a line. If the client is too far behind, end its stream instead, because its state is out of date."""
-    if queue.qsize() >= _QUEUE_LINES - 1:
-        while not queue.empty():
-            queue.get_nowait()
-        line = None
-    queue.put_nowait(line)
-
-
-def _line(**fields: Any) -> bytes:
-    return pack_json(fields) + b"\n"

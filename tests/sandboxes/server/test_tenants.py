@@ -114,12 +114,12 @@ async def test_no_request_reaches_another_tenant() -> None:
         sleep = asyncio.ensure_future(box.exec("sleep 3; echo done"))
         victim = server.tenants["alice"]
         assert isinstance(victim.app, SandboxApp)
-        await until(lambda: victim.sessions._calls)
+        await until(lambda: victim.sessions.calls.running)
         names = {
             "id": box.id,
             "key": victim.sessions._sessions[box.id].key,
             "handle": next(iter(victim.app._processes)),
-            "call": next(iter(victim.sessions._calls)),
+            "call": next(iter(victim.sessions.calls.running)),
             "snapshot": snapshot.id,
             "boot": victim.sessions.boot,
         }
@@ -179,7 +179,7 @@ async def test_a_client_id_of_another_tenant_keeps_no_sandbox() -> None:
         async with connected(server, TOKENS["alice"]) as alice:
             await Sandbox.create(SMALL, backend=alice)
             sessions = server.tenants["alice"].sessions
-            client = next(iter(sessions._subscribers.values()))
+            client = next(iter(sessions._streams)).client
         headers = {"authorization": f"Bearer {TOKENS['mallory']}", "agentkit-client": client}
         async with http.stream("POST", f"{server.url}/v1/stream", content=b"[]", headers=headers):
             await until(lambda: not sessions._sessions)
@@ -316,7 +316,7 @@ async def test_tokens_change_without_a_restart(tmp_path: Path) -> None:
         with pytest.raises(AccessDenied):
             async with connected(server, TOKENS["alice"]):
                 pass
-        await until(lambda: len(server.tenants["alice"].sessions._subscribers) == 1)
+        await until(lambda: len(server.tenants["alice"].sessions._streams) == 1)
         write(file, "short")
         with pytest.raises(ConfigError):
             await server.tenants.configure(config, [OPERATOR])
