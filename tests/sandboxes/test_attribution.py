@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from docker_boxes import SMALL, WatchedDocker
-from engine_relay import engine_relay
 from local_harness import runtime_directory
+from relay import engine_relay
 
 from agentkit import errors
 from agentkit.errors import EngineUnavailable, SandboxError, SandboxLost

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_process import TOKEN, ServerProcess, relayed
+from relay import relayed
+from server_process import TOKEN, ServerProcess
 
 from agentkit.errors import EngineUnavailable, QuotaExceeded, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox, SandboxSpec

@@ -19,8 +19,8 @@ import docker
 import psutil
 import pytest
 from docker.errors import APIError
-from engine_relay import EngineRelay, engine_relay
 from private_engine import PrivateEngine, may_run_one, private_engine
+from relay import EngineRelay, engine_relay
 from requiring import require
 
 from agentkit.errors import BreakerOpen, PoolExhausted, ProtocolError, SandboxError, SandboxLost, StartTimeout
