@@ -143,6 +143,13 @@ class EngineConfig(Strict):
     """In the controller's process, or in a separate one."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch for this role; null leaves torch's default."""
+    replicas: int = Field(default=1, ge=1)
+    """Number of engines behind a router. An engine in a separate process that dies or hangs is replaced; others compute
+    its requests."""
+    min_replicas: int = Field(default=1, ge=1)
+    """The run ends if fewer engines than this are left, and those that were lost cannot be started again."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of each engine, which holds a part of the model on each of them; only for `vllm`."""
     share_weights: bool = False
     """Use the learner's weights in place, without a copy: saves memory, but generation and training cannot overlap."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -428,6 +435,15 @@ def _engine_contradictions(config: RunConfig) -> Iterator[str]:
             "engine.share_weights=true needs engine.kind=hf with engine.placement and learner.placement inline: "
             "memory is shared within one process"
         )
+    if engine.share_weights and engine.replicas > 1:
+        yield (
+            f"engine.share_weights=true and engine.replicas={engine.replicas} contradict: only one engine can use the "
+            "learner's weights in place; remove one"
+        )
+    if engine.min_replicas > engine.replicas:
+        yield f"engine.min_replicas={engine.min_replicas} is more than engine.replicas={engine.replicas}: lower it"
+    if engine.tensor_parallel > 1 and engine.kind != "vllm":
+        yield f"engine.tensor_parallel={engine.tensor_parallel} needs engine.kind=vllm; engine.kind is {engine.kind}"
     if engine.share_weights and config.model.lora is not None:
         yield "engine.share_weights=true and model.lora contradict: the engine serves merged weights; remove one"
     if config.deterministic and engine.kind != "hf":

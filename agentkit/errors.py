@@ -81,6 +81,11 @@ class EnvFailureBudgetExceeded(EnvError):
 class EngineError(AgentkitError):
     """The inference engine failed, or does not support the request."""
 
+    def __init__(self, message: str = "", *, fatal: bool = False) -> None:
+        """``fatal``: the engine that raised the error serves nothing any more, and must be replaced."""
+        super().__init__(message)
+        self.fatal = fatal
+
 
 class RendererError(AgentkitError):
     """A chat template cannot be rendered turn by turn with exact tokens."""

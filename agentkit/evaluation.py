@@ -162,7 +162,7 @@ async def _generate(
     from transformers.utils.logging import disable_progress_bar
 
     from agentkit.trainers.models.load import load_tokenizer
-    from agentkit.trainers.roles import place_engine
+    from agentkit.trainers.roles import start_engine
     from agentkit.trainers.rollout.evaluation import evaluate
     from agentkit.trainers.rollout.renderer import ChatRenderer
 
@@ -172,11 +172,8 @@ async def _generate(
         renderer = ChatRenderer(tokenizer)
     if out is not None:
         tokenizer.save_pretrained(str(Path(out) / "tokenizer"))  # `agentkit show` decodes ids with it
-    engine = await place_engine(config)
-    try:
+    temperature = config.evaluation.temperature
+    async with contextlib.AsyncExitStack() as stack:
         with progress.work("starting the engine"):
-            await engine.start()
-        temperature = config.evaluation.temperature
+            engine = await stack.enter_async_context(start_engine(config))
         return await evaluate(config, engine, renderer, parser, seeds, temperature=temperature, on_episode=on_episode)
-    finally:
-        await engine.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ async def run(
     with Recorder(directory, open_trackers(config, directory)) as recorder:
         recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
         try:
-            async with start_roles(config) as roles:
+            async with start_roles(config, recorder.event) as roles:
                 callbacks = _Callbacks(on_step, on_episode, stop)
                 session = _Run(config, directory, recorder, view, stop, roles, callbacks)
                 result = await session.go(found[-1] if resume else None)
@@ -314,4 +314,18 @@ def _engine_metrics(before: EngineStats, after: EngineStats, seconds: float) -> 
         "engine/busy_share": (after.busy_s - before.busy_s) / seconds,
         "engine/tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
         "engine/reused_share": reused / (prompt + reused) if prompt + reused else 0.0,
+        **_replica_metrics(before.engines, after.engines, seconds),
     }
+
+
+def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats], seconds: float) -> dict[str, float]:
+    """Return the metrics of each engine behind a router."""
+    metrics: dict[str, float] = {}
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        metrics |= {
+            f"engine/{index}/tokens_per_s": (new.generated_tokens - old.generated_tokens) / seconds,
+            f"engine/{index}/in_flight": new.running + new.waiting,
+            f"engine/{index}/version": new.version,
+            f"engine/{index}/restarts": new.restarts,
+        }
+    return metrics

@@ -16,6 +16,7 @@ from agentkit.config import RunConfig
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.cluster import place
 from agentkit.trainers.inference.base import InferenceEngine
+from agentkit.trainers.inference.replicas import OnEvent, Replicas
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.hosts import EnvSource
 from agentkit.trainers.rollout.parser import ActionParser
@@ -55,8 +56,8 @@ class Roles:
 
 
 @contextlib.asynccontextmanager
-async def start_roles(config: RunConfig) -> AsyncIterator[Roles]:
-    """Start learner and engine in the placement of ``config``."""
+async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fields: None) -> AsyncIterator[Roles]:
+    """Start learner and engine in the placement of ``config``; ``on_event`` gets the events of ``Replicas``."""
     with progress.work("loading the tokenizer"):
         renderer = ChatRenderer(load_tokenizer(config.model.path))
     with progress.work(f"looking at {config.env.id}"):
@@ -78,14 +79,41 @@ async def start_roles(config: RunConfig) -> AsyncIterator[Roles]:
             await learner.start()
         shared = config.engine.share_weights
         with progress.work("starting the engine"):
-            engine = await place_engine(config, **({"model_object": learner.model} if shared else {}))
-            stack.push_async_callback(engine.close)
-            await engine.start()
+            extra = {"model_object": learner.model} if shared else {}
+            engine = await stack.enter_async_context(start_engine(config, on_event, **extra))
         yield Roles(renderer, parser, learner, engine, shared)
 
 
-async def place_engine(config: RunConfig, **extra: Any) -> Any:
-    """Construct the engine that ``config.engine`` names, with ``extra`` arguments; do not start it."""
+@contextlib.asynccontextmanager
+async def start_engine(
+    config: RunConfig, on_event: OnEvent = lambda kind, **fields: None, **extra: Any
+) -> AsyncIterator[InferenceEngine]:
+    """Start what ``config.engine`` names: one engine in this process, or engines behind a router that replaces them.
+
+    ``extra`` arguments go to the engines.
+    """
+    settings = config.engine
+    if settings.placement == "inline" and settings.replicas == 1:
+        engine = await _place_engine(config, 0, extra)
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+        return
+    replicas = Replicas(
+        lambda index: _place_engine(config, index, extra),
+        settings.replicas,
+        minimum=settings.min_replicas,
+        deterministic=config.deterministic,
+        on_event=on_event,
+    )
+    async with replicas as router:
+        yield router
+
+
+async def _place_engine(config: RunConfig, index: int, extra: dict[str, Any]) -> Any:
+    """Construct one engine; do not start it."""
     factory = {
         "hf": "agentkit.trainers.inference.hf:HFEngine",
         "vllm": "agentkit.trainers.inference.vllm:VLLMEngine",
@@ -98,6 +126,6 @@ async def place_engine(config: RunConfig, **extra: Any) -> Any:
         deterministic=config.deterministic,
         placement=config.engine.placement,
         threads=config.engine.threads,
-        name="engine",
+        name="engine" if config.engine.replicas == 1 else f"engine {index}",
         **extra,
     )

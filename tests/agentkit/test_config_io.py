@@ -150,10 +150,19 @@ def test_all_problems_are_listed_at_once() -> None:
     assert sum("did you mean" in line for line in lines) == 2
 
 
-def test_a_contradiction_names_both_keys() -> None:
-    message = refused(SMALLEST, "engine.share_weights=true", "rollout.async_ratio=1")
-    assert "engine.share_weights=true" in message
-    assert "rollout.async_ratio=1" in message
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("engine.share_weights=true", "rollout.async_ratio=1"),
+        ("engine.share_weights=true", "engine.replicas=2"),
+        ("engine.min_replicas=3", "engine.replicas=2"),
+        ("engine.tensor_parallel=2", "engine.kind=hf"),
+    ],
+)
+def test_a_contradiction_names_both_keys(one: str, other: str) -> None:
+    message = refused(SMALLEST, one, other)
+    assert one in message
+    assert other.split("=")[0] in message
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:

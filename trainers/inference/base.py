@@ -61,6 +61,12 @@ class EngineStats:
     """Seconds in which at least one request was being computed."""
     running: int
     waiting: int
+    version: int = 0
+    """Version of the weights; set by a router for each of its engines."""
+    restarts: int = 0
+    """Engines that were lost."""
+    engines: tuple[EngineStats, ...] = ()
+    """Of a router: the counters of each engine, which a replacement continues."""
 
 
 class InferenceEngine(Protocol):

@@ -55,7 +55,9 @@ class Core:
             finished = self._batch.step(lambda: self._waiting.popleft() if self._waiting else None)
         except Exception as error:
             self.fail(
-                EngineError(f"the engine's forward pass failed ({type(error).__name__}: {error}); start it again")
+                EngineError(
+                    f"the engine's forward pass failed ({type(error).__name__}: {error}); start it again", fatal=True
+                )
             )
             return
         finally:

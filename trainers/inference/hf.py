@@ -135,7 +135,8 @@ class HFEngine:
 
     def _running(self) -> Core:
         if self._core is None or self._closed:
-            raise EngineError("the engine is closed" if self._closed else "the engine is not started: await start()")
+            problem = "the engine is closed" if self._closed else "the engine is not started: await start()"
+            raise EngineError(problem, fatal=True)
         return self._core
 
     def _check_prompt(self, prompt: np.ndarray) -> None:
@@ -162,7 +163,7 @@ class HFEngine:
         try:
             return await asyncio.wait_for(future, timeout)
         except asyncio.TimeoutError:
-            raise EngineError(f"the engine did not answer {what} within {timeout:.0f} s") from None
+            raise EngineError(f"the engine did not answer {what} within {timeout:.0f} s", fatal=True) from None
 
     # The compute thread
 
@@ -183,7 +184,7 @@ class HFEngine:
         except BaseException as error:
             core.fail(_as_engine_error(error))
         finally:
-            core.fail(EngineError("the engine was closed before the request was finished"))
+            core.fail(EngineError("the engine was closed before the request was finished", fatal=True))
             self._refuse_rest(core, answers)
             self._hand_out(core, answers)
             self._settle([(self._ended, None)])
@@ -273,6 +274,6 @@ def _as_engine_error(error: BaseException) -> EngineError:
     if isinstance(error, EngineError):
         return error
     cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    converted = EngineError(cause)
+    converted = EngineError(cause, fatal=True)
     converted.__cause__ = error
     return converted

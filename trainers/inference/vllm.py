@@ -167,7 +167,7 @@ class VLLMEngine:
             async for result in llm.generate(inputs, parameters, request.id):  # noqa: B007 (one item: the last)
                 pass
         except Exception as error:
-            raise EngineError(self._why(error)) from error
+            raise self._failed(error) from error
         finally:
             self._clock.leave()
             request.done.set()
@@ -175,7 +175,8 @@ class VLLMEngine:
             if not self._active[session]:
                 del self._active[session]
         if result is None or self._closed:
-            raise EngineError(f"the request of session {session!r} got no result: the vLLM engine was closed")
+            problem = f"the request of session {session!r} got no result: the vLLM engine was closed"
+            raise EngineError(problem, fatal=True)
         reused = result.num_cached_tokens or 0
         generation = _generation(result.outputs[0], session)
         self._reused += reused
@@ -285,7 +286,8 @@ class VLLMEngine:
             if isinstance(error, Exception):
                 raise EngineError(
                     f"vLLM did not load the weights of version {weights.version} ({_last_line(error)}): it serves "
-                    "nothing until it is restarted; publish every parameter of the model, named as in its state dict"
+                    "nothing until it is restarted; publish every parameter of the model, named as in its state dict",
+                    fatal=True,
                 ) from error
             raise
 
@@ -311,27 +313,28 @@ class VLLMEngine:
 
     def _serving(self) -> Any:
         if self._unusable is not None:
-            raise EngineError(f"the vLLM engine cannot be used: {self._unusable}")
+            raise EngineError(f"the vLLM engine cannot be used: {self._unusable}", fatal=True)
         return self._llm
 
-    def _why(self, error: Exception) -> str:
-        """Return the message for a failed call; mark a dead engine as unusable."""
+    def _failed(self, error: Exception) -> EngineError:
+        """Return the error for a failed call; mark a dead engine as unusable."""
         if type(error).__name__ == "EngineDeadError" and not self._closed:
             self._unusable = "its process died (vLLM's own messages tell why)"
         if self._closed or self._unusable:
-            return f"the vLLM engine cannot be used: {self._unusable}"
-        return f"vLLM failed ({_last_line(error.__cause__ or error)})"
+            return EngineError(f"the vLLM engine cannot be used: {self._unusable}", fatal=True)
+        return EngineError(f"vLLM failed ({_last_line(error.__cause__ or error)})")
 
     async def _control(self, call: Any) -> Any:
         """Await a control call of vLLM with a timeout; convert its errors to ``EngineError``."""
         try:
             return await asyncio.wait_for(call, CONTROL_TIMEOUT)
         except asyncio.TimeoutError as error:
-            raise EngineError(f"vLLM did not answer a control call within {CONTROL_TIMEOUT:.0f} s") from error
+            problem = f"vLLM did not answer a control call within {CONTROL_TIMEOUT:.0f} s"
+            raise EngineError(problem, fatal=True) from error
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(self._why(error)) from error
+            raise self._failed(error) from error
 
 
 def _generation(output: Any, session: str) -> Generation:

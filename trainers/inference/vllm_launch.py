@@ -31,6 +31,7 @@ OWNED = {
     "dtype": "model.dtype",
     "max_model_len": "engine.max_context",
     "max_num_seqs": "engine.max_batch",
+    "tensor_parallel_size": "engine.tensor_parallel",
     "seed": "seed",
     "logprobs_mode": None,
     "generation_config": None,
@@ -96,6 +97,7 @@ def engine_arguments(
         "max_model_len": engine.max_context,
         # With one request at a time, no other request can change a result.
         "max_num_seqs": 1 if deterministic else engine.max_batch,
+        "tensor_parallel_size": engine.tensor_parallel,
         "enable_prefix_caching": not deterministic,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",

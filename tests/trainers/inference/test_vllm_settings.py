@@ -43,7 +43,7 @@ def engine(**fields: object) -> EngineConfig:
 
 
 def test_settings_become_vllms_arguments() -> None:
-    got = arguments(engine(max_batch=5, max_context=77, options={"block_size": 64, "tensor_parallel_size": 2}))
+    got = arguments(engine(max_batch=5, max_context=77, tensor_parallel=2, options={"block_size": 64}))
     assert got["max_num_seqs"] == 5
     assert got["max_model_len"] == 77
     assert (got["seed"], got["dtype"], got["model"]) == (3, "float32", "some/model")

@@ -1,0 +1,146 @@
+"""Several engines in processes: one that is killed or frozen costs no request and no episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from agentkit.config import RunConfig
+from agentkit.records import iterate_trajectories
+from agentkit.run_directory import RunDirectory
+from agentkit.trainers import controller
+from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
+from agentkit.trainers.roles import start_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def configuration(directory: Path, **engine: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "dir": directory,
+            "steps": 1000,
+            "env": {"id": "FrozenLake-v1", "kwargs": {"size": 2}, "max_turns": 2, "actions_per_turn": 1},
+            "engine": {"max_context": 256, "max_batch": 8, "threads": 1, **engine},
+            "rollout": {"groups": 2, "group_size": 2, "max_tokens": 6},
+            "learner": {"lr": 1e-3, "threads": 1},
+            "evaluation": {"episodes": 2},
+        }
+    )
+
+
+def engine_process(index: int) -> psutil.Process:
+    """The process of an engine; its name is its last argument."""
+    processes = psutil.Process().children()
+    return next(process for process in processes if process.cmdline()[-1:] == [f"engine {index}"])
+
+
+async def play(engine: InferenceEngine) -> list[Generation]:
+    """Generate the answers of 32 episodes of two turns."""
+
+    async def episode(number: int) -> list[Generation]:
+        history = np.random.default_rng(number // 4).integers(3, 300, 40).tolist()
+        answers = []
+        for turn in range(2):
+            answers.append(await engine.generate(history, Sampling(60, seed=number + 100 * turn), session=str(number)))
+            history += answers[-1].ids.tolist()
+        return answers
+
+    return [answer for episode in await asyncio.gather(*map(episode, range(32))) for answer in episode]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+async def test_an_engine_lost_in_generation_costs_no_request(tmp_path: Path, fault: signal.Signals) -> None:
+    async with start_engine(configuration(tmp_path)) as single:
+        expected = await play(single)
+    events: list[tuple[str, dict[str, Any]]] = []
+    config = configuration(tmp_path, replicas=2, placement="process")
+    async with start_engine(config, lambda kind, **fields: events.append((kind, fields))) as engine:
+        playing = asyncio.ensure_future(play(engine))
+        while (await engine.stats()).engines[1].generated_tokens < 100:  # noqa: ASYNC110 (engines have no event)
+            await asyncio.sleep(0.01)
+        process = engine_process(1)
+        os.kill(process.pid, fault)
+        for got, one in zip(await asyncio.wait_for(playing, 300), expected, strict=True):
+            np.testing.assert_array_equal(got.ids, one.ids)
+            np.testing.assert_allclose(got.logprobs, one.logprobs, atol=1e-4)
+            assert (got.versions, got.finish_reason) == (one.versions, one.finish_reason)
+        while [kind for kind, _ in events] != ["engine_lost", "engine_joined"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert ("SIGKILL" if fault == signal.SIGKILL else "hangs") in events[0][1]["text"]
+        assert not process.is_running()
+        assert engine_process(1).pid != process.pid
+
+
+class View:
+    """Kills engine 1 after the first step, and stops the run two steps after its replacement joined."""
+
+    def __init__(self, directory: Path, stop: asyncio.Event) -> None:
+        self.events, self.stop = directory / "events.jsonl", stop
+        self.metrics: list[dict[str, float]] = []
+        self.joined_before: int | None = None
+
+    def start(self, config: RunConfig) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.append(dict(metrics))
+        if step == 1:
+            engine_process(1).kill()  # episodes of the next step are being played
+        if self.joined_before is None and "engine_joined" in self.events.read_text():
+            self.joined_before = step
+        if self.joined_before is not None and step >= self.joined_before + 2:
+            self.stop.set()
+
+
+@pytest.mark.parametrize("async_ratio", [0.0, 1.0])
+async def test_a_run_loses_an_engine_and_nothing_else(tmp_path: Path, async_ratio: float) -> None:
+    config = configuration(tmp_path / "run", replicas=2, placement="process")
+    rollout = config.rollout.model_copy(update={"async_ratio": async_ratio})
+    config = config.model_copy(update={"rollout": rollout})
+    stop, directory = asyncio.Event(), RunDirectory.create(config)
+    view: Any = View(config.dir, stop)
+    try:
+        result = await controller.run(config, directory, resume=False, view=view, stop=stop)
+    finally:
+        directory.release()
+    assert result.ending == "interrupted"
+    rows = [
+        (row, trajectory)
+        for row, trajectory in iterate_trajectories(config.dir / "episodes.sqlite")
+        if row.ending != "eval"
+    ]
+    endings = Counter(row.ending for row, _ in rows)
+    assert endings["voided"] == 0
+    assert endings["trained"] == 4 * result.steps
+    assert set(Counter((t.group_id, t.member, t.attempt) for _, t in rows).values()) == {1}, "two endings"
+    for row, trajectory in rows:
+        versions = [version for turn in trajectory.turns for version, _ in turn.versions]
+        assert versions == sorted(versions)
+        assert all(len(turn.versions) == 1 for turn in trajectory.turns)
+        assert trajectory.version_started <= min(versions, default=trajectory.version_started)
+        if row.ending == "trained":
+            assert row.step - 1 - async_ratio <= min(versions)
+            assert max(versions) <= row.step - 1
+    events = [json.loads(line) for line in (config.dir / "events.jsonl").read_text().splitlines()]
+    lost, joined = (next(e for e in events if e["event"] == kind) for kind in ("engine_lost", "engine_joined"))
+    assert lost["engine"] == joined["engine"] == 1
+    assert "SIGKILL" in lost["text"]
+    last = view.metrics[-1]
+    assert last["engine/1/restarts"] == 1
+    assert last["engine/0/version"] == last["engine/1/version"] == result.steps
+    assert sum(last[f"engine/{index}/tokens_per_s"] for index in range(2)) == pytest.approx(last["engine/tokens_per_s"])
+    assert any(metrics["engine/1/tokens_per_s"] > 0 for metrics in view.metrics[-2:])
