@@ -288,11 +288,9 @@ def with_redundancy(cls: Any, arguments: dict[str, Any], redundancy: Redundancy)
     """
     if cls.own_sandboxes(**arguments) is None:
         return arguments
-    from agentkit.envs.isolation.redundancy import Redundancy
-    from agentkit.sandboxes.arguments import check_type
+    from agentkit.envs.isolation.redundancy import check_redundancy
 
-    given = arguments.get("redundancy", redundancy)
-    check_type("redundancy", given, Redundancy, "an agentkit.Redundancy, such as Redundancy(spares=1)")
+    check_redundancy(arguments.get("redundancy", redundancy))
     if redundancy.recovery == "replay" or redundancy.standbys:
         raise ConfigError(
             f"{cls.__name__} makes its sandboxes itself, and its episodes cannot be replayed: set recovery to retry or "

@@ -98,11 +98,6 @@ def nonce_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.nonce")
 
 
-def sandbox_ids() -> Iterator[str]:
-    """Yield the sandboxes of this user that have a directory."""
-    return (entry.name for entry in sorted(_subdirectory("sandboxes").iterdir()) if is_id(entry.name))
-
-
 def heartbeat_directory() -> Path:
     """Return the directory with one heartbeat file per owner process."""
     return _subdirectory("heartbeats")

@@ -21,6 +21,7 @@ from agentkit.envs.code_runner import launcher
 from agentkit.envs.shared_resources import SharedResource
 from agentkit.errors import ConfigError, EnvCrashed, EnvTimeout, PoolExhausted, SandboxError
 from agentkit.sandboxes.attribution import Cause, cause_of
+from agentkit.sandboxes.backends import check_backend
 from agentkit.sandboxes.spec import Resources, SandboxSpec, parse_size
 from agentkit.sandboxes.types import ExecResult
 
@@ -103,8 +104,13 @@ def runner(backend: str, memory: int | str, redundancy: Redundancy | None = None
         redundancy: its ``spares`` (in addition to one sandbox), ``hedge`` and ``health`` apply; None: one spare.
 
     Raises:
-        ConfigError: ``memory`` is not a size.
+        ConfigError: ``memory`` is not a size, or another argument is of a wrong type.
     """
+    check_backend("backend", backend)
+    if redundancy is not None:
+        from agentkit.envs.isolation.redundancy import check_redundancy
+
+        check_redundancy(redundancy)
     try:
         size = int(parse_size(memory))
     except (TypeError, ValueError) as error:

@@ -18,11 +18,10 @@ from typing import Any
 from agentkit.envs.isolation import protocol, validation
 from agentkit.envs.isolation.placement import Placement
 from agentkit.envs.isolation.process import EnvProcess
-from agentkit.envs.isolation.redundancy import Redundancy
+from agentkit.envs.isolation.redundancy import Redundancy, check_redundancy
 from agentkit.envs.isolation.replay import cause_of_loss
 from agentkit.envs.isolation.validation import Description, check_description
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError, SandboxError
-from agentkit.sandboxes.arguments import check_type
 from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool.health import usage_of
@@ -187,7 +186,7 @@ class SandboxAllocator:
         make_timeout: float = MAKE_TIMEOUT,
         log: RecoveryLog | None = None,
     ) -> None:
-        check_type("redundancy", redundancy, Redundancy, "an agentkit.Redundancy, such as Redundancy(spares=1)")
+        check_redundancy(redundancy)
         redundancy = redundancy or Redundancy()
         self.placement, self.redundancy = placement, redundancy
         self.log = log or RecoveryLog()
@@ -215,11 +214,6 @@ class SandboxAllocator:
         self._numbers = itertools.count(1)
         self._first = asyncio.Lock()
         self._closed = False
-
-    @property
-    def pool(self) -> SandboxPool:
-        """The pool of the sandboxes."""
-        return self._pool
 
     @property
     def spares(self) -> int:

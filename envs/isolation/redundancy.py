@@ -18,6 +18,11 @@ RecoveryMode = Literal["retry", "replay", "void"]
 ``replay``: it continues in another environment. ``void``: it is void and not started again."""
 
 
+def check_redundancy(value: object) -> None:
+    """Raise ``ConfigError`` unless ``value``, the argument ``redundancy``, is a ``Redundancy`` or None."""
+    check_type("redundancy", value, Redundancy, "an agentkit.Redundancy, such as Redundancy(spares=1)")
+
+
 @dataclass(frozen=True)
 class Redundancy:
     """How environments in sandboxes survive failures.

@@ -21,7 +21,7 @@ from gymnasium.error import ResetNeeded
 from pydantic import ValidationError
 
 from agentkit.envs.base import AsyncTextEnv, Info
-from agentkit.envs.isolation.redundancy import Redundancy
+from agentkit.envs.isolation.redundancy import Redundancy, check_redundancy
 from agentkit.envs.spaces import Text
 from agentkit.envs.swebench import evaluation, instance, sandbox_pools, tools
 from agentkit.envs.swebench.evaluation import ENVIRONMENT, REPOSITORY, Verdict
@@ -30,6 +30,7 @@ from agentkit.envs.swebench.releases import locations
 from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
 from agentkit.sandboxes.attribution import cause_of
 from agentkit.sandboxes.backend import Backend
+from agentkit.sandboxes.backends import check_backend
 from agentkit.sandboxes.pool.pool import Lease
 from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.shell import Shell
@@ -111,6 +112,8 @@ class SWEBench(AsyncTextEnv):
                 raise ConfigError(f"{name}={value!r} must be a positive number of seconds")
         if output_limit < 100:
             raise ConfigError(f"output_limit={output_limit} must be at least 100")
+        check_backend("backend", backend)
+        check_redundancy(redundancy)
         path = locations.find(instances)
         self.instances = _chosen(instance.load(path), instance_ids, split, path)
         """The instances that episodes are drawn from."""

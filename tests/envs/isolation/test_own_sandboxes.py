@@ -107,6 +107,11 @@ def test_environments_with_own_sandboxes_are_not_replayed():
         agentkit.make("CodeContest-v0", redundancy=wrong)
     with pytest.raises(ConfigError, match=r"must be an agentkit\.Redundancy"):
         EnvSource.of(EnvConfig(id="CodeContest-v0", kwargs={"redundancy": wrong}))
+    for id in ("CodeContest-v0", "SWEBench-v0"):
+        with pytest.raises(ConfigError, match="must be the name of a back end"):
+            agentkit.make(id, backend=3)
+        with pytest.raises(ConfigError, match=r"must be an agentkit\.Redundancy"):
+            agentkit.env_class(id)(redundancy=wrong)
     math = EnvConfig(id="Math-v0", kwargs={"tools": True}, sandbox="docker")
     for settings in ({"recovery": "replay"}, {"standbys": 1}):
         with pytest.raises(ConfigError, match="Math makes its sandboxes itself"):
