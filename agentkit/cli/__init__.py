@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from agentkit.cli import data, doctor, env, evaluate, run, sandbox, show
+from agentkit.cli import data, doctor, env, evaluate, plan, run, sandbox, show
 from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run)
+app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
 app.command("show")(show.show)
 app.add_typer(env.app, name="env")
