@@ -94,7 +94,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 _COLUMNS = (
-    "rollout redundancy", "faults per minute", "minutes", "killed, paused, frozen, slowed", "steps", "mean step s",
+    "redundancy", "faults per minute", "minutes", "killed, paused, frozen, slowed", "steps", "mean step s",
     "median", "max", "mean ÷ fault-free", "median ÷ fault-free", "goal", "met", "recoveries", "voided",
 )  # fmt: skip
 
@@ -148,13 +148,14 @@ Recoveries of episodes under all rates, in seconds from the detection of the fau
 
 {recoveries}
 Each step trains on {groups} groups of {size} episodes, synchronously (async ratio 0): the slowest episode delays the
-step. With rollout redundancy, a step starts {more} groups of {larger}, and uses the first {groups} groups of {size} to
-finish. A run keeps one container for each of its episodes, and one spare.
+step. A run keeps one container for each of its episodes, and one spare. With hedged calls (`env.hedge: p95`), a call
+that takes longer than 95 % of the past ones is also made in a second container. With rollout redundancy, a step starts
+{more} groups of {larger}, and uses the first {groups} groups of {size} to finish.
 
 - The rate is the expected share of the running containers that is attacked per minute. It changes between two steps of
   the same run: none, 2 %, 20 %, 20 %, 2 %, none. After each phase, the containers that are still paused, frozen or
   slowed are restored. The first step of each phase is not counted, because it began under the rate of the phase before.
-  Runs with and without rollout redundancy alternate.
+  Runs with different redundancy alternate.
 - A step lasts from the request of a batch until its weights are published. Ratios are relative to the fault-free
   steps of the same runs. In brackets: the 95 % interval of the ratio of means, by bootstrap over steps. The goal is
   met if the whole interval meets it, and `undecided` if only a part of the interval does.
@@ -163,16 +164,16 @@ finish. A run keeps one container for each of its episodes, and one spare.
 """
 
 
-def page(found: Sequence[Row], machine: str, plain: Mapping[str, int], redundant: Mapping[str, int]) -> str:
-    """Return the documentation page; ``plain`` and ``redundant`` are the rollout settings of both arms."""
+def page(found: Sequence[Row], machine: str, rollout: Mapping[str, int], extra: Mapping[str, int]) -> str:
+    """Return the documentation page; ``rollout`` and ``extra`` are rollout settings of all arms and of the last."""
     return PAGE.format(
         machine=machine,
         table=table(found),
         recoveries=recoveries(found),
-        groups=plain["groups"],
-        size=plain["group_size"],
-        more=redundant["groups"] + redundant["extra_groups"],
-        larger=redundant["group_size"] + redundant["extra_members"],
+        groups=rollout["groups"],
+        size=rollout["group_size"],
+        more=rollout["groups"] + extra["extra_groups"],
+        larger=rollout["group_size"] + extra["extra_members"],
         cost=" ".join(_costs(found)),
     )
 
@@ -186,8 +187,6 @@ def _costs(found: Sequence[Row]) -> list[str]:
         faults, steps = sum(sum(row.faults.values()) for row in faulty), sum(len(row.seconds) for row in faulty)
         if clean.seconds and steps:
             lost = sum(len(row.seconds) * (fmean(row.seconds) - fmean(clean.seconds)) for row in faulty)
-            said.append(
-                f"Here, {arm} rollout redundancy, {steps} steps with {faults} faults took {lost:+.1f} s in total,"
-            )
+            said.append(f"With {arm}, {steps} steps with {faults} faults took {lost:+.1f} s in total,")
             said.append("relative to as many fault-free steps.")
     return said
