@@ -2,12 +2,16 @@
 
 Invariant: between two steps the running requests sit in rows ``0 … n-1``; row ``i`` of the cache holds the keys and
 values of all tokens of request ``i`` but the last one, which is fed in the next step. No threads, no clocks here.
+
+A prompt that several requests share, such as the first one of a group, is computed once: a joining request copies the
+keys and values of its longest prefix that is known, and waits one step if another joining request is about to compute
+more of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +22,14 @@ from agentkit.trainers.inference.cache import RowCache, Segment, Step
 from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sampling import Sampler
 from agentkit.trainers.inference.sessions import SessionStore, Stored, common_prefix
-from agentkit.types import FinishReason
+from agentkit.types import FinishReason, IntArray
 
 _ROW_COST = 300
 """A separate attention call costs about as much as this many extra keys in the common call."""
 _PASS_TOKENS = 8192
 """Maximum prompt tokens per pass, except for a single longer prompt; bounds the memory of activations."""
+_WORTH = 16
+"""A request waits one step for the prompt of another if it can reuse at least this many tokens more."""
 
 
 @dataclass(slots=True)
@@ -69,12 +75,16 @@ class RunningBatch:
         return self._capacity - len(self.rows)
 
     @torch.inference_mode()
-    def step(self, next_waiting: Callable[[], GenerationRequest | None]) -> list[Finished]:
-        """Let waiting requests join, then sample one token for every running request; return the finished ones.
+    def step(self, waiting: deque[GenerationRequest]) -> list[Finished]:
+        """Let requests of ``waiting`` join, then sample one token for every running request; return the finished ones.
 
-        ``next_waiting`` returns the first waiting request or None; it is called while rows are free.
+        ``waiting`` keeps the requests that do not join.
         """
-        joiners = self._join(next_waiting)
+        later: list[GenerationRequest] = []
+        try:
+            joiners = self._join(waiting, later)
+        finally:
+            waiting.extendleft(reversed(later))
         if not self.rows:
             return []
         old = len(self.rows) - len(joiners)
@@ -113,15 +123,24 @@ class RunningBatch:
         self._changed, self._sampler = True, None
         return rows
 
-    def _join(self, next_waiting: Callable[[], GenerationRequest | None]) -> list[_Joiner]:
+    def _join(self, waiting: deque[GenerationRequest], later: list[GenerationRequest]) -> list[_Joiner]:
+        """Take requests from ``waiting``; those that wait for a prompt that another computes now go to ``later``."""
         joiners: list[_Joiner] = []
-        tokens = 0
-        while self.room() and tokens < _PASS_TOKENS and (request := next_waiting()) is not None:
-            sequence, start = request.tokens, 0
-            stored = self._store.take(request.session)
-            if stored is not None:
-                start = min(common_prefix(stored.ids, sequence), len(sequence) - 1)
-                self._cache.insert(len(self.rows), stored.memory, start)
+        running, tokens = len(self.rows), 0
+        while waiting and self.room() > len(later) and tokens < _PASS_TOKENS:
+            request = waiting.popleft()
+            sequence = request.tokens
+            prefix, start = self._known(request.session, sequence, running)
+            start = min(start, len(sequence) - 1)
+            coming = max((common_prefix(joiner.request.prompt, sequence) for joiner in joiners), default=0)
+            if min(coming, len(sequence) - 1) >= start + _WORTH:
+                later.append(request)
+                continue
+            if isinstance(prefix, Stored):
+                self._cache.insert(len(self.rows), prefix.memory, start)
+            elif prefix is not None:
+                self._cache.move(prefix, len(self.rows), start)
+            self._store.forget(request.session)
             joiners.append(_Joiner(request, start, sequence[start:]))
             self.rows.append(request)
             self.counters.reused += start
@@ -130,6 +149,18 @@ class RunningBatch:
         if joiners:
             self._sampler = None
         return joiners
+
+    def _known(self, session: str, sequence: IntArray, running: int) -> tuple[Stored | int | None, int]:
+        """Return what holds the longest known prefix of ``sequence``, and its length: the store, a row, or nothing.
+
+        The session's own earlier turn is taken without a search. ``running``: rows whose prompts are computed.
+        """
+        own = self._store.get(session)
+        if own is not None:
+            return own, common_prefix(own.ids, sequence)
+        rows = [(row, common_prefix(request.prompt, sequence)) for row, request in enumerate(self.rows[:running])]
+        idle = [(stored, common_prefix(stored.ids, sequence)) for stored in self._store.latest()]
+        return max([*rows, *idle], key=lambda found: found[1], default=(None, 0))
 
     def _rebuild(self, rows: int) -> None:
         """Return the state of the first ``rows`` rows, which feed their last token."""

@@ -52,7 +52,7 @@ class Core:
         """Sample one token for every running request. An unexpected error fails all current and later requests."""
         begun = time.perf_counter()
         try:
-            finished = self._batch.step(lambda: self._waiting.popleft() if self._waiting else None)
+            finished = self._batch.step(self._waiting)
         except Exception as error:
             self.fail(
                 EngineError(

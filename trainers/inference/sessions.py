@@ -7,11 +7,16 @@ exceeds its budget of tokens; the least recently used session is evicted first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from agentkit.types import IntArray
+
+_LATEST = 64
+"""Sessions that are searched for the prefix of a new one; the members of a group play at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,19 @@ class SessionStore:
             _, oldest = self._sessions.popitem(last=False)
             self._tokens -= len(oldest.ids)
 
-    def take(self, session: str) -> Stored | None:
-        """Remove and return the stored prefix of ``session``."""
+    def get(self, session: str) -> Stored | None:
+        """Return the stored prefix of ``session``."""
+        return self._sessions.get(session)
+
+    def latest(self) -> Iterator[Stored]:
+        """Yield the prefixes that were stored last."""
+        return islice(reversed(self._sessions.values()), _LATEST)
+
+    def forget(self, session: str) -> None:
+        """Remove the stored prefix of ``session``, if any."""
         stored = self._sessions.pop(session, None)
         if stored is not None:
             self._tokens -= len(stored.ids)
-        return stored
-
-    def forget(self, session: str) -> None:
-        self.take(session)
 
     def clear(self) -> None:
         self._sessions.clear()

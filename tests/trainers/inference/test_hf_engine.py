@@ -179,3 +179,45 @@ async def test_one_long_row_among_short_ones(engines: Engines) -> None:
     )
     for prompt, got in zip(prompts, results, strict=True):
         np.testing.assert_allclose(got.logprobs, rescore(model, prompt, got.ids), atol=1e-4)
+
+
+async def test_a_group_computes_its_prompt_once(engines: Engines) -> None:
+    model = policy(1)
+    engine = await engines(model)
+    prompt = prompt_of(100)
+    for group in range(2):
+        before = await engine.stats()
+        results = await asyncio.gather(
+            *(engine.generate(prompt, Sampling(5 + k, seed=k), session=f"{group}.{k}") for k in range(11))
+        )
+        after = await engine.stats()
+        for got in results:
+            np.testing.assert_allclose(got.logprobs, rescore(model, prompt, got.ids), atol=1e-4)
+        # One prompt, and its last token for each other member.
+        assert after.prefilled_tokens - before.prefilled_tokens == 100 + 10
+        assert after.reused_tokens - before.reused_tokens == 10 * 99
+        await engine.pause("abort")
+        await engine.update_weights(WeightsInPlace(group + 1))
+        await engine.resume()
+
+
+async def test_prompts_that_begin_alike_share_the_beginning(engines: Engines) -> None:
+    model = policy(1)
+    engine = await engines(model)
+    rng = np.random.default_rng(0)
+    system, tasks = prompt_of(40, seed=1), [prompt_of(30, seed=seed) for seed in range(2, 5)]
+    prompts = [[*system, *tasks[k % 3], *prompt_of(int(rng.integers(1, 20)), seed=k)] for k in range(24)]
+    results = await asyncio.gather(
+        *(engine.generate(prompt, Sampling(8, seed=k), session=str(k)) for k, prompt in enumerate(prompts))
+    )
+    for prompt, got in zip(prompts, results, strict=True):
+        np.testing.assert_allclose(got.logprobs, rescore(model, prompt, got.ids), atol=1e-4)
+    stats = await engine.stats()
+    assert stats.prefilled_tokens <= 40 + 3 * 30 + sum(len(prompt) - 70 for prompt in prompts)
+
+
+async def test_a_deterministic_engine_reuses_nothing(engines: Engines) -> None:
+    engine = await engines(policy(1), deterministic=True)
+    await asyncio.gather(*(engine.generate(prompt_of(50), Sampling(4, seed=k), session=str(k)) for k in range(4)))
+    stats = await engine.stats()
+    assert (stats.prefilled_tokens, stats.reused_tokens) == (200, 0)

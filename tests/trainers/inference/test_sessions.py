@@ -21,12 +21,14 @@ def test_least_recently_stored_goes_first() -> None:
     store = SessionStore(10)
     for name in "abc":
         store.put(name, stored(3))
-    taken = store.take("a")
-    assert taken is not None
-    store.put("a", taken)
+    kept = store.get("a")
+    assert kept is not None
+    store.put("a", kept)
     store.put("d", stored(3))
-    assert store.take("b") is None
-    assert all(store.take(name) for name in "acd")
+    assert store.get("b") is None
+    assert [store.get(name) for name in "dac"] == list(store.latest())
+    for name in "acd":
+        store.forget(name)
     assert (len(store), store.tokens) == (0, 0)
 
 
@@ -38,10 +40,10 @@ def test_the_budget_is_never_exceeded(events: list[tuple[str, int, bool]]) -> No
             store.forget(name)
         else:
             store.put(name, stored(length))
-            taken = store.take(name)
-            assert taken is not None
-            assert len(taken.ids) == length
-            store.put(name, taken)
+            kept = store.get(name)
+            assert kept is not None
+            assert len(kept.ids) == length
+            store.put(name, kept)
         held = store.tokens
         assert 0 <= held <= 12
     store.clear()
