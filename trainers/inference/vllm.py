@@ -42,6 +42,7 @@ CONTROL_TIMEOUT = 600.0
 CLOSE_TIMEOUT = 30.0
 """Seconds for vLLM's processes to end by themselves before they are killed."""
 ABORT_TIMEOUT = 60.0
+_DIED = "its process died (vLLM's own messages tell why)"
 
 
 @dataclass(slots=True, eq=False)
@@ -312,6 +313,8 @@ class VLLMEngine:
         )
 
     def _serving(self) -> Any:
+        if self._unusable is None and self._llm.errored:
+            self._unusable = _DIED
         if self._unusable is not None:
             raise EngineError(f"the vLLM engine cannot be used: {self._unusable}", fatal=True)
         return self._llm
@@ -319,7 +322,7 @@ class VLLMEngine:
     def _failed(self, error: Exception) -> EngineError:
         """Return the error for a failed call; mark a dead engine as unusable."""
         if type(error).__name__ == "EngineDeadError" and not self._closed:
-            self._unusable = "its process died (vLLM's own messages tell why)"
+            self._unusable = _DIED
         if self._closed or self._unusable:
             return EngineError(f"the vLLM engine cannot be used: {self._unusable}", fatal=True)
         return EngineError(f"vLLM failed ({_last_line(error.__cause__ or error)})")

@@ -101,8 +101,9 @@ async def test_an_engine_whose_update_failed_half_way_serves_nothing(
     with pytest.raises(EngineError, match=f"version {version}"):
         await served.engine.update_weights(weights)
     for call in (served.engine.resume(), served.engine.generate(prompt_of(3), Sampling(2), session=session())):
-        with pytest.raises(EngineError, match="half-way"):
+        with pytest.raises(EngineError, match="half-way") as caught:
             await call
+        assert caught.value.fatal
 
 
 def test_seeds_of_tokens_are_uniform() -> None:
