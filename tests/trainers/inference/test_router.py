@@ -405,6 +405,25 @@ async def test_a_lost_engine_is_replaced_with_the_served_version() -> None:
 
 
 @virtual
+async def test_a_replacement_waits_for_weights_that_are_gone() -> None:
+    """Between the publication of a version and the update to it, the weights of the served one cannot be loaded."""
+    fleet = Fleet()
+    async with fleet.replicas(1) as router:
+        await change_weights(router, 1)
+        fleet.made[0].change(dead=RoleError("killed"))
+        answer = asyncio.ensure_future(ask(router, "s", 4))
+        while len(fleet.made) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        fleet.made[1].refuse = EngineError("the weights of version 1 are gone")
+        await asyncio.sleep(10)
+        assert not answer.done()
+        fleet.made[1].refuse = None
+        await change_weights(router, 2)
+        assert (await answer).versions == ((2, 5),)
+    assert len(fleet.made) == 2
+
+
+@virtual
 async def test_a_frozen_engine_is_replaced() -> None:
     fleet = Fleet()
     async with fleet.replicas(2, heartbeat_s=1, silence_s=5) as router:
