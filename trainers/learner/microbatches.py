@@ -8,7 +8,7 @@ sequence with weight zero), because a collective that one rank skips hangs the o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class MicroBatch:
     sequences: Indices
     filler: bool = False
     """A filler keeps the ranks in step; its tokens have weight zero."""
+    most_actions: int = 0
+    """Action tokens of the rank that has most of them in the same forward pass."""
 
 
 def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
@@ -52,6 +54,13 @@ def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> l
     most = max(len(share) for share in planned)
     filler = MicroBatch(longest_first[-1:], filler=True)
     return [share + [filler] * (most - len(share)) for share in planned]
+
+
+def share(batch: Batch, sequences: Indices, rank: int, ranks: int, max_tokens: int) -> list[MicroBatch]:
+    """Return the micro-batches of one rank, each with what the others compute at the same time."""
+    plans = plan(batch.lengths, sequences, ranks, max_tokens)
+    actions = [[int(batch.action_counts[micro.sequences].sum()) for micro in of_rank] for of_rank in plans]
+    return [replace(micro, most_actions=max(column)) for micro, *column in zip(plans[rank], *actions, strict=True)]
 
 
 def _cut(longest_first: list[int], lengths: Indices, max_tokens: int) -> Iterator[list[int]]:
@@ -84,6 +93,8 @@ class Layout:
     """int64 ``[B]``: where each sequence's last token stands."""
     last_positions: Tensor
     """int64 ``[B]``, on the CPU: indices of the last tokens in the flat batch."""
+    most_actions: int
+    """Maximum of ``n`` over the ranks."""
 
 
 def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
@@ -110,4 +121,5 @@ def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
         mask=on_device(np.full(len(rows), not micro.filler)),
         last_columns=on_device(lengths - 1),
         last_positions=torch.from_numpy(starts + lengths - 1),
+        most_actions=max(len(rows), micro.most_actions),
     )

@@ -116,6 +116,12 @@ def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float
     return norm
 
 
+def clear_state(optimizer: Optimizer) -> None:
+    """Drop moments and step counts."""
+    for part in optimizer.parts if isinstance(optimizer, MuonAdamW) else [optimizer]:
+        part.state.clear()
+
+
 def to_cpu(state: object) -> object:
     """Return a copy of a (nested) state dict with all tensors on the CPU."""
     if isinstance(state, torch.Tensor):

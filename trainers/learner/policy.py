@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ from transformers import PreTrainedModel
 
 from agentkit.config import LoraConfig, ModelConfig
 from agentkit.errors import LearnerError
+from agentkit.trainers.learner.forward import Scorer
 from agentkit.trainers.models.load import load_policy
 
 ADAPTER = "default"
 """The name that peft gives to the only adapter."""
-
-Snapshot = dict[str, Tensor]
 
 
 class PolicyModel:
@@ -37,58 +34,14 @@ class PolicyModel:
         loaded = config if config.lora else config.model_copy(update={"dtype": "float32"})
         self.causal_lm: PreTrainedModel = load_policy(loaded, seed)
         self.adapters: Any = _adapted(self.causal_lm, config.lora) if config.lora else None
-        self.module: Any = self.causal_lm if self.adapters is None else self.adapters
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = next(self.causal_lm.parameters()).device
         self.dropout = config.lora is not None and config.lora.dropout > 0
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.head_is_last = self._head_is_last()
-
-    def hidden_states(self, ids: Tensor) -> Tensor:
-        """Output of the trunk for right-padded ``ids`` ``[B, T]``: ``[B, T, hidden]``."""
-        return self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the hidden states ``[n, hidden]``: ``[n, vocabulary]``."""
-        output: Any = self.causal_lm.get_output_embeddings()
-        return output(hidden)
-
-    def autocast(self) -> torch.autocast:
-        """Compute in the configured type."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        self.scorer = Scorer(self.causal_lm, self.dtype)
 
     def train_mode(self, training: bool) -> None:
         """Dropout is on only for adapters that ask for it; everything else always computes as the engine does."""
-        self.module.train(training and self.dropout)
-
-    def snapshot(self) -> Snapshot:
-        """A copy of the trainable weights."""
-        return {name: parameter.detach().clone() for name, parameter in self.trainable.items()}
-
-    @contextmanager
-    def swapped(self, other: Snapshot) -> Iterator[None]:
-        """Compute with the weights of ``other`` (the reference policy) inside this context; swaps pointers without
-        copying."""
-        self._swap(other)
-        try:
-            yield
-        finally:
-            self._swap(other)
-
-    def _swap(self, other: Snapshot) -> None:
-        for name, parameter in self.trainable.items():
-            parameter.data, other[name] = other[name], parameter.data
-
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Set the trainable weights. Raises ``LearnerError`` when they are of another model."""
-        wrong = sorted(saved.keys() ^ self.trainable.keys()) or [
-            name for name, parameter in self.trainable.items() if parameter.shape != saved[name].shape
-        ]
-        if wrong:
-            raise LearnerError(f"the saved weights are of another model: {len(wrong)} tensors differ, {wrong[0]} first")
-        with torch.no_grad():
-            for name, parameter in self.trainable.items():
-                parameter.copy_(saved[name])
+        self.scorer.train(training and self.dropout)
 
     @torch.no_grad()
     def merged_state_dict(self) -> dict[str, Tensor]:
@@ -132,15 +85,6 @@ class PolicyModel:
         if self.adapters is None:
             return copy.deepcopy(self.causal_lm)
         return copy.deepcopy(self.adapters).merge_and_unload().float()
-
-    @torch.no_grad()
-    def _head_is_last(self) -> bool:
-        """Whether logits are exactly ``head(hidden_states)``; some models scale or cap them afterwards."""
-        ids = torch.arange(8, device=self.device)[None]
-        with self.autocast():
-            whole = self.causal_lm(input_ids=ids, use_cache=False).logits
-            split = self.head(self.hidden_states(ids))
-        return torch.allclose(whole.float(), split.float(), rtol=1e-3, atol=1e-4)
 
 
 def _adapted(model: PreTrainedModel, config: LoraConfig) -> nn.Module:

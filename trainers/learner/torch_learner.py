@@ -114,11 +114,11 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         training = self._training = Training(self._config, self._rank, self._world_size, self._init_method)
-        policy = training.policy
+        parameters = list(training.policy.scorer.parameters())
         return {
-            "parameters": sum(parameter.numel() for parameter in policy.module.parameters()),
-            "trainable": sum(parameter.numel() for parameter in policy.trainable.values()),
-            "device": str(policy.device),
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "device": str(training.policy.device),
         }
 
     def _publish(self, version: int) -> Weights | None:

@@ -21,11 +21,12 @@ from agentkit.trainers.algorithms.advantages import estimate
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
 from agentkit.trainers.algorithms.losses import TokenInputs, kl_estimate, needed_logprobs, policy_objective
 from agentkit.trainers.batch import Batch
+from agentkit.trainers.learner.backends.base import Snapshot
+from agentkit.trainers.learner.backends.replicas import Replicas
 from agentkit.trainers.learner.critic import Critic, explained_variance
-from agentkit.trainers.learner.forward import action_logprobs
-from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, plan
-from agentkit.trainers.learner.optimizer import Optimizer, apply_step, build_optimizer, to_cpu
-from agentkit.trainers.learner.policy import PolicyModel, Snapshot
+from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, share
+from agentkit.trainers.learner.optimizer import to_cpu
+from agentkit.trainers.learner.policy import PolicyModel
 from agentkit.trainers.learner.ranks import Ranks
 from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.types import FloatArray
@@ -35,7 +36,7 @@ Columns = dict[str, Tensor]
 
 
 class Training:
-    """The policy, its optimisers, the critics and the reference, on one rank."""
+    """The policy, the critics and the reference, on one rank."""
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None):
         self.config = config
@@ -43,8 +44,7 @@ class Training:
         self.policy = PolicyModel(_rank_device(config.model, rank, world_size), config.seed)
         self.ranks = Ranks(rank, world_size, init_method, self.policy.device)
         torch.manual_seed(config.seed + rank)
-        self.optimizer = build_optimizer(self.policy.module, config.learner)
-        self.imitation: Optimizer | None = None
+        self.backend = Replicas(self.policy.scorer, config.learner, self.ranks, "policy's")
         self.critics: list[Critic] = []
         self.reference: Snapshot | None = None
         self.batches = 0
@@ -55,18 +55,18 @@ class Training:
     def imitate(self, batch: Batch, lr: float) -> dict[str, float]:
         """One optimiser step on the mean negative log-likelihood of the action tokens."""
         sequences = _trainable_sequences(batch)
-        optimizer = self.imitation = self.imitation or build_optimizer(self.policy.module, self.config.learner)
         divisor = denominator("token_mean", batch.action_counts)
         total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         self.policy.train_mode(True)
-        for layout in self._layouts(batch, sequences):
+        for layout, last in self._layouts(batch, sequences):
             logprobs, _ = self._forward(layout)
             loss = aggregate("token_mean", -logprobs, layout.mask, layout.rows, divisor)
-            loss.backward()
+            self.backend.backward(loss, last=last)
             total += loss.detach()
         self.policy.train_mode(False)
-        mean, norm = self._policy_step(optimizer, {"loss": total.item()}, lr, "imitation")
-        return {"imitation/loss": mean["loss"], "imitation/grad_norm": norm, "imitation/lr": lr}
+        loss = self.ranks.sum_metrics({"loss": total.item()})["loss"]
+        norm = self.backend.step(loss=loss, lr=lr)
+        return {"imitation/loss": loss, "imitation/grad_norm": norm, "imitation/lr": lr}
 
     def train(self, batch: Batch, step: int) -> dict[str, float]:
         """All epochs and minibatches over one batch; returns the metrics."""
@@ -84,7 +84,7 @@ class Training:
             for index, critic in enumerate(self.critics):
                 micro_batches = self._plan(batch, minibatch)
                 old = columns[f"old_values_{index}"]
-                part = critic.step(batch, micro_batches, minibatch, columns["returns"], old, self.ranks)
+                part = critic.step(batch, micro_batches, minibatch, columns["returns"], old)
                 critic_parts.append(part)
         self.batches += 1
         metrics |= _policy_metrics(policy_parts)
@@ -94,54 +94,53 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Return the state for an exact continuation, except random number generators."""
         return {
-            "policy": to_cpu(self.policy.snapshot()),
-            "optimizer": to_cpu(self.optimizer.state_dict()),
-            "imitation": to_cpu(self.imitation.state_dict()) if self.imitation else None,
+            "policy": self.backend.state(),
             "reference": to_cpu(self.reference),
-            "critics": [critic.state() for critic in self.critics],
+            "critics": [critic.backend.state() for critic in self.critics],
             "batches": self.batches,
             "policy_steps": self.policy_steps,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore ``state``. Raises ``LearnerError`` if it is of another model."""
-        self.policy.restore(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.imitation = None
-        if state["imitation"] is not None:
-            imitation = self.imitation = build_optimizer(self.policy.module, self.config.learner)
-            imitation.load_state_dict(state["imitation"])
+        self.backend.restore(state["policy"])
         self.batches, self.policy_steps = state["batches"], state["policy_steps"]
         self.reference, self.critics = None, []
         if self.batches > 0:
-            self._begin()
+            self._add_models()
             if self.reference is not None and state["reference"] is not None:
                 self.reference = {name: value.to(self.policy.device) for name, value in state["reference"].items()}
             for critic, saved in zip(self.critics, state["critics"], strict=True):
-                critic.restore(saved)
+                critic.backend.restore(saved)
 
     def close(self) -> None:
         self.ranks.close()
 
     def _begin(self) -> None:
-        """Start reinforcement learning: the current policy becomes the reference and the start of critics."""
+        """Start reinforcement learning, with a fresh optimiser."""
+        self.backend.forget()
+        self._add_models()
+
+    def _add_models(self) -> None:
+        """Make the current policy the reference and the start of critics."""
         config = self.config
-        self.imitation = None
         if config.algorithm.kl != "none":
-            self.reference = self.policy.snapshot()
+            self.reference = self.backend.snapshot()
         if config.critic is not None:
-            self.critics = [Critic(config.critic, config.learner, self.policy, config.seed)]
+            self.critics = [Critic(config.critic, config.learner, self.policy, self.ranks, config.seed)]
 
     def _forward(self, layout: Layout, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         temperature = self.config.rollout.temperature
-        return action_logprobs(self.policy, layout, temperature, entropy_gradient=entropy_gradient)
+        return self.backend.module(layout, temperature, entropy_gradient=entropy_gradient)
 
     def _plan(self, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-        plans = plan(batch.lengths, sequences, self.ranks.size, self.config.learner.max_tokens)
-        return plans[self.ranks.rank]
+        return share(batch, sequences, self.ranks.rank, self.ranks.size, self.config.learner.max_tokens)
 
-    def _layouts(self, batch: Batch, sequences: np.ndarray) -> Iterator[Layout]:
-        return (lay_out(batch, micro, self.policy.device) for micro in self._plan(batch, sequences))
+    def _layouts(self, batch: Batch, sequences: np.ndarray) -> Iterator[tuple[Layout, bool]]:
+        """This rank's micro-batches, each with whether it is the last one."""
+        micro_batches = self._plan(batch, sequences)
+        for index, micro in enumerate(micro_batches):
+            yield lay_out(batch, micro, self.policy.device), index == len(micro_batches) - 1
 
     def _minibatches(self, batch: Batch, sequences: np.ndarray, step: int) -> Iterator[np.ndarray]:
         """Return the sequences of each optimiser step: whole groups, in an order that depends on seed, step and
@@ -160,7 +159,7 @@ class Training:
         columns["behaviour"] = behaviour
         needs = needed_logprobs(algorithm)
         if self.reference is not None:
-            with self.policy.swapped(self.reference):
+            with self.backend.swapped(self.reference):
                 columns["reference"] = self._scored(batch, sequences, self._logprobs_at)
             if algorithm.kl_in == "reward":
                 penalty = kl_estimate(algorithm.kl, torch.from_numpy(behaviour - columns["reference"])).numpy()
@@ -187,7 +186,7 @@ class Training:
     ) -> FloatArray:
         """Per-token scores of the whole batch ``[N]``: each rank computes its share, all get the union."""
         scores = np.zeros(batch.num_tokens, np.float32)
-        for layout in self._layouts(batch, sequences):
+        for layout, _ in self._layouts(batch, sequences):
             positions, computed = score(layout)
             if layout.mask.any():
                 scores[positions.numpy()] = computed.cpu().numpy()
@@ -203,7 +202,7 @@ class Training:
         divisor = denominator(algorithm.aggregation, batch.action_counts[sequences], _constant_length(self.config))
         sums: dict[str, Tensor] = {}
         self.policy.train_mode(True)
-        for layout in self._layouts(batch, sequences):
+        for layout, last in self._layouts(batch, sequences):
             logprobs, entropy = self._forward(layout, entropy_gradient=algorithm.entropy_coef > 0)
             at = {name: column[layout.positions].to(device) for name, column in columns.items()}
             inputs = TokenInputs(
@@ -219,7 +218,7 @@ class Training:
                 sequence_ids=layout.rows,
             )
             loss, part = policy_objective(inputs, algorithm, divisor)
-            loss.backward()
+            self.backend.backward(loss, last=last)
             part |= {"loss": loss.detach().double(), "tokens": layout.mask.sum().double()}
             sums = {name: sums.get(name, 0.0) + value for name, value in part.items()}
         self.policy.train_mode(False)
@@ -227,21 +226,10 @@ class Training:
         warming = self.config.critic.warmup_steps if self.config.critic else 0
         total = (self.config.steps - warming) * self._steps_per_batch
         lr = learner.lr * schedule_factor(self.policy_steps, learner.schedule, learner.warmup_steps, total)
-        summed, norm = self._policy_step(
-            self.optimizer, {name: value.item() for name, value in sums.items()}, lr, "policy's"
-        )
+        summed = self.ranks.sum_metrics({name: value.item() for name, value in sums.items()})
+        norm = self.backend.step(loss=summed["loss"], lr=lr)
         self.policy_steps += 1
         return summed | {"grad_norm": norm, "lr": lr}
-
-    def _policy_step(
-        self, optimizer: Optimizer, sums: dict[str, float], lr: float, what: str
-    ) -> tuple[dict[str, float], float]:
-        """Sum gradients and metrics over ranks and apply the step; returns the summed metrics and the norm."""
-        self.ranks.sum_gradients(list(self.policy.trainable.values()))
-        sums = self.ranks.sum_metrics(sums)
-        grad_clip = self.config.learner.grad_clip
-        norm = apply_step(optimizer, loss=sums["loss"], lr=lr, grad_clip=grad_clip, what=what)
-        return sums, norm
 
 
 def _rank_device(model: ModelConfig, rank: int, world_size: int) -> ModelConfig:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentkit.trainers.learner import critic, training
+from agentkit.trainers.learner import training
+from agentkit.trainers.learner.backends import replicas
 
 
 def run(config, batches, rank: int, size: int, init_method: str | None) -> dict[str, np.ndarray]:
@@ -24,16 +25,16 @@ def run(config, batches, rank: int, size: int, init_method: str | None) -> dict[
         gradients.append(torch.cat([p.grad.reshape(-1) for p in parameters]).numpy().copy())
         return apply_step(optimizer, **kwargs)
 
-    apply_step = training.apply_step
-    training.apply_step = critic.apply_step = recording
+    apply_step = replicas.apply_step
+    replicas.apply_step = recording
     try:
         learner = training.Training(config, rank, size, init_method)
         metrics = [learner.imitate(batches[0], 1e-3)]
         metrics += [learner.train(batch, step) for step, batch in enumerate(batches)]
-        weights = torch.cat([p.detach().reshape(-1) for p in learner.policy.trainable.values()]).numpy()
+        weights = torch.cat([p.detach().reshape(-1) for p in learner.backend.trainable().values()]).numpy()
         learner.close()
     finally:
-        training.apply_step = critic.apply_step = apply_step
+        replicas.apply_step = apply_step
     result = {f"gradient-{index}": gradient for index, gradient in enumerate(gradients)}
     result |= {f"{index}-{name}": np.array(value) for index, each in enumerate(metrics) for name, value in each.items()}
     return result | {"weights": weights}

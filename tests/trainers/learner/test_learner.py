@@ -63,14 +63,14 @@ async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, m
     info = await learner.start()
     assert info["trainable"] < info["parameters"]
     training = learner._ready
-    assert all(".lora_" in name for name in training.policy.trainable)
-    frozen = {n: p.clone() for n, p in training.policy.module.named_parameters() if ".lora_" not in n}
+    assert all(".lora_" in name for name in training.backend.trainable())
+    frozen = {n: p.clone() for n, p in training.policy.scorer.named_parameters() if ".lora_" not in n}
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     before = await weights(learner)
     assert all(torch.allclose(value, plain.state_dict()[name]) for name, value in before.items())
     for step in range(3):
         await learner.train(batch, step)
-    for name, parameter in training.policy.module.named_parameters():
+    for name, parameter in training.policy.scorer.named_parameters():
         assert ".lora_" in name or torch.equal(parameter, frozen[name])
 
     published = await weights(learner)
@@ -78,7 +78,7 @@ async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, m
     plain.load_state_dict(published, strict=False)
     ids = torch.from_numpy(batch.tokens[:20].astype(np.int64))[None]
     with torch.no_grad():
-        expected = training.policy.module(input_ids=ids).logits
+        expected = training.policy.causal_lm(input_ids=ids).logits
         np.testing.assert_allclose(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     await learner.export(tmp_path / "model")
     await learner.close()

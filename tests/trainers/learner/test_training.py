@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from agentkit.errors import LearnerError
 from agentkit.trainers.batch import flatten
-from agentkit.trainers.learner import training as training_module
-from agentkit.trainers.learner.forward import action_logprobs
+from agentkit.trainers.learner.backends import replicas
 from agentkit.trainers.learner.microbatches import MicroBatch, lay_out
 from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.trainers.learner.training import Training
@@ -29,19 +28,20 @@ def started(config) -> Training:
 def gradients(monkeypatch) -> list[np.ndarray]:
     """The whole gradient of every policy step that the test makes."""
     recorded = []
-    apply_step = training_module.apply_step
+    apply_step = replicas.apply_step
 
     def recording(optimizer, **kwargs):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        recorded.append(torch.cat([p.grad.reshape(-1) for p in parameters]).numpy().copy())
+        if kwargs["what"] == "policy's":
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            recorded.append(torch.cat([p.grad.reshape(-1) for p in parameters]).numpy().copy())
         return apply_step(optimizer, **kwargs)
 
-    monkeypatch.setattr(training_module, "apply_step", recording)
+    monkeypatch.setattr(replicas, "apply_step", recording)
     return recorded
 
 
 def weights(training: Training) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in training.policy.trainable.values()]).numpy().copy()
+    return torch.cat([part.detach().reshape(-1) for part in training.backend.trainable().values()]).numpy().copy()
 
 
 def slow_logprobs(model, batch, temperature):
@@ -67,19 +67,19 @@ def test_logprobs_are_those_of_the_plain_model(configure, make_batch, tiny_model
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     expected, entropies = slow_logprobs(plain, batch, temperature)
     layout = lay_out(batch, MicroBatch(np.arange(batch.num_sequences)), CPU)
-    logprobs, entropy = action_logprobs(training.policy, layout, temperature)
+    logprobs, entropy = training.policy.scorer(layout, temperature)
     assert logprobs.dtype == torch.float32
     assert not entropy.requires_grad
     np.testing.assert_allclose(logprobs.detach(), expected[layout.positions], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(entropy, entropies[layout.positions], rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
-    assert all(p.grad is not None for p in training.policy.trainable.values())
+    assert all(p.grad is not None for p in training.policy.scorer.parameters())
 
 
 def test_a_model_that_changes_logits_after_its_head_is_scored_by_its_own_forward(configure, make_batch):
     training, batch = started(configure()), make_batch(1)
-    policy, model = training.policy, training.policy.causal_lm
-    assert policy.head_is_last
+    scorer, model = training.policy.scorer, training.policy.causal_lm
+    assert scorer.head_is_last
     plain_forward = model.forward
 
     def capped(*args, **kwargs):
@@ -88,11 +88,11 @@ def test_a_model_that_changes_logits_after_its_head_is_scored_by_its_own_forward
         return output
 
     model.forward = capped
-    policy.head_is_last = policy._head_is_last()
-    assert not policy.head_is_last
+    scorer.head_is_last = scorer._head_is_last()
+    assert not scorer.head_is_last
     layout = lay_out(batch, MicroBatch(np.arange(batch.num_sequences)), CPU)
     expected, _ = slow_logprobs(model, batch, 1.0)
-    logprobs, _ = action_logprobs(policy, layout, 1.0)
+    logprobs, _ = scorer(layout, 1.0)
     np.testing.assert_allclose(logprobs.detach(), expected[layout.positions], rtol=1e-5, atol=1e-5)
 
 
@@ -342,5 +342,5 @@ def test_schedules():
 def test_weights_are_trained_in_float32_and_leave_in_the_configured_type(configure, make_batch, dtype, expected):
     training = started(configure(model={"dtype": dtype}))
     assert np.isfinite(training.train(make_batch(14), 0)["policy/loss"])
-    assert {p.dtype for p in training.policy.trainable.values()} == {torch.float32}
+    assert {p.dtype for p in training.policy.scorer.parameters()} == {torch.float32}
     assert {value.dtype for value in training.policy.merged_state_dict().values()} == {expected}
