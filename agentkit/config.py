@@ -270,6 +270,17 @@ class LearnerConfig(Strict):
     """Passes over one batch."""
     max_tokens: int = Field(default=16384, ge=64)
     """Tokens per forward pass, including padding; affects memory and speed, not the result."""
+    backend: Literal["replicas", "fsdp", "deepspeed"] = "replicas"
+    """`replicas`: every rank holds the whole model and its optimiser. `fsdp`: the ranks share them (torch's FSDP2).
+    `deepspeed`: ZeRO; needs the extra `deepspeed`."""
+    zero_stage: int = Field(default=2, ge=0, le=3)
+    """What the ranks of `deepspeed` share: nothing (0), the optimiser's state (1), gradients too (2), parameters too
+    (3)."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's state in the memory of the CPU (`deepspeed`)."""
+    shard_size: int | None = Field(default=None, ge=2)
+    """Ranks that share one copy of the model (`fsdp`); null: all. Groups of this size replicate each other, for example
+    one group per machine."""
     placement: Literal["inline", "process"] = "inline"
     """In the controller's process, or in a separate one."""
     ranks: int = Field(default=1, ge=1)
@@ -376,6 +387,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _sandbox_contradictions(env)
     if config.learner.ranks > 1 and config.learner.placement != "process":
         yield f"learner.ranks={config.learner.ranks} needs learner.placement=process: each rank is a process"
+    yield from _backend_contradictions(config)
     if config.deterministic and (rollout.async_ratio > 0 or rollout.extra_groups > 0 or rollout.extra_members > 0):
         yield (
             "deterministic=true needs rollout.async_ratio=0, rollout.extra_groups=0 and rollout.extra_members=0: "
@@ -383,6 +395,31 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.imitation is None and config.steps == 0:
         yield "steps=0 without an imitation section does nothing: set steps or add `imitation: {}`"
+
+
+def _backend_contradictions(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if config.engine.share_weights and learner.backend != "replicas":
+        yield (
+            f"engine.share_weights=true needs the whole model on the learner's rank, and learner.backend is "
+            f"{learner.backend}: set learner.backend=replicas or engine.share_weights=false"
+        )
+    if learner.offload_optimizer and (learner.backend != "deepspeed" or learner.zero_stage == 0):
+        yield "learner.offload_optimizer=true needs learner.backend=deepspeed with learner.zero_stage of at least 1"
+    if learner.backend == "deepspeed" and learner.zero_stage > 0 and learner.optimizer == "muon":
+        yield (
+            f"learner.optimizer=muon needs whole matrices, and learner.zero_stage={learner.zero_stage} flattens them: "
+            "use adamw, learner.backend=fsdp, or learner.zero_stage=0"
+        )
+    if learner.shard_size is None:
+        return
+    if learner.backend != "fsdp":
+        yield f"learner.shard_size needs learner.backend=fsdp, and it is {learner.backend}: set it or remove shard_size"
+    if learner.ranks % learner.shard_size:
+        yield (
+            f"learner.ranks={learner.ranks} is not divisible by learner.shard_size={learner.shard_size}: "
+            "all groups that share a copy of the model have the same size"
+        )
 
 
 def _sandbox_contradictions(env: EnvConfig) -> Iterator[str]:

@@ -21,6 +21,11 @@ def require_server() -> None:
     _require("the sandbox server", "server", _SERVER)
 
 
+def require_deepspeed() -> None:
+    """Raise ``MissingExtra`` unless DeepSpeed is installed; does not import it."""
+    _require("learner.backend=deepspeed", "deepspeed", ("deepspeed",))
+
+
 def _require(part: str, extra: str, packages: Iterable[str]) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

@@ -23,7 +23,7 @@ from typing import Any
 
 from agentkit.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 
 

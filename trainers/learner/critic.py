@@ -16,21 +16,31 @@ from agentkit.config import CriticConfig, LearnerConfig, ModelConfig
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
 from agentkit.trainers.algorithms.losses import value_loss
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.learner.backends.replicas import Replicas
+from agentkit.trainers.learner.backends.base import Backend
+from agentkit.trainers.learner.backends.choose import build_backend
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out
 from agentkit.trainers.learner.policy import PolicyModel
-from agentkit.trainers.learner.ranks import Ranks
 from agentkit.trainers.models.load import load_policy
 from agentkit.types import FloatArray
+
+
+class ValueHead(nn.Linear):
+    """One number per position."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)[..., 0].clone()  # back ends wrap modules and need an output that is no view
 
 
 class ValueModel(nn.Module):
     """The trunk of a causal language model and one linear output, which starts at zero."""
 
+    full_precision = ("output",)
+    """Computed in float32 for every ``dtype``."""
+
     def __init__(self, trunk: nn.Module, hidden_size: int, dtype: torch.dtype):
         super().__init__()
         self.trunk = trunk
-        self.output = nn.Linear(hidden_size, 1, device=next(trunk.parameters()).device)
+        self.output = ValueHead(hidden_size, 1, device=next(trunk.parameters()).device)
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
         self.dtype = dtype
@@ -39,21 +49,24 @@ class ValueModel(nn.Module):
         """Value of the state after each token of the right-padded ``ids`` ``[B, T]``: float32 ``[B, T]``."""
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
-        return self.output(hidden.float())[..., 0]
+        return self.output(hidden.float())
 
 
 class Critic:
-    """One value model with its optimiser. Starts from ``config.path``, or from the policy as it is now."""
+    """One value model with its optimiser. Starts from ``config.path``, or from the policy as it is now.
 
-    def __init__(self, config: CriticConfig, learner: LearnerConfig, policy: PolicyModel, ranks: Ranks, seed: int):
-        self.config, self.ranks, self.device = config, ranks, policy.device
+    ``backend`` is the policy's.
+    """
+
+    def __init__(self, config: CriticConfig, learner: LearnerConfig, policy: PolicyModel, backend: Backend, seed: int):
+        self.config, self.ranks, self.device = config, backend.ranks, backend.ranks.device
         if config.path is None:
-            causal_lm = policy.plain_copy()
+            causal_lm = policy.plain_copy(backend.whole)
         else:
-            causal_lm = load_policy(ModelConfig(path=config.path, device=str(policy.device)), seed)
+            causal_lm = load_policy(ModelConfig(path=config.path, device=policy.config.device), seed)
         hidden_size = causal_lm.config.get_text_config().hidden_size
         self.model = ValueModel(causal_lm.base_model, hidden_size, policy.dtype).requires_grad_(True)
-        self.backend = Replicas(self.model, learner, ranks, "critic's")
+        self.backend = build_backend(self.model, learner, self.ranks, "critic's")
 
     @torch.no_grad()
     def values_at(self, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -51,13 +51,6 @@ class MuonAdamW:
         for part in self.parts:
             part.zero_grad(set_to_none=set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
-
 
 Optimizer = AdamW | MuonAdamW
 
@@ -102,13 +95,11 @@ def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float
     either is not finite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(nn.utils.clip_grad_norm_(parameters, grad_clip))
+    total: Any = nn.utils.clip_grad_norm_(parameters, grad_clip)
+    norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)  # sharded gradients: over all ranks
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
-        raise LearnerError(
-            f"the {what} loss is {loss} and its gradient norm is {norm}; the step was not applied. Lower the learning "
-            "rate, tighten the clips, or look for extreme rewards among the last episodes"
-        )
+        raise not_finite(what, loss, norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -116,18 +107,14 @@ def apply_step(optimizer: Optimizer, *, loss: float, lr: float, grad_clip: float
     return norm
 
 
-def clear_state(optimizer: Optimizer) -> None:
-    """Drop moments and step counts."""
-    for part in optimizer.parts if isinstance(optimizer, MuonAdamW) else [optimizer]:
-        part.state.clear()
+def not_finite(what: str, loss: float, norm: float) -> LearnerError:
+    """The error of a step that was not applied."""
+    return LearnerError(
+        f"the {what} loss is {loss} and its gradient norm is {norm}; the step was not applied. Lower the learning "
+        "rate, tighten the clips, or look for extreme rewards among the last episodes"
+    )
 
 
-def to_cpu(state: object) -> object:
-    """Return a copy of a (nested) state dict with all tensors on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu().clone()
-    if isinstance(state, dict):
-        return {key: to_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(to_cpu(value) for value in state)
-    return state
+def optimizers(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimisers of torch that step as this one."""
+    return optimizer.parts if isinstance(optimizer, MuonAdamW) else [optimizer]

@@ -6,12 +6,13 @@ adapters are merged into a copy, never into the trained weights.
 
 from __future__ import annotations
 
-import copy
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from agentkit.config import LoraConfig, ModelConfig
@@ -21,6 +22,8 @@ from agentkit.trainers.models.load import load_policy
 
 ADAPTER = "default"
 """The name that peft gives to the only adapter."""
+
+Whole = Callable[[Tensor], Tensor]
 
 
 class PolicyModel:
@@ -33,45 +36,48 @@ class PolicyModel:
     def __init__(self, config: ModelConfig, seed: int):
         loaded = config if config.lora else config.model_copy(update={"dtype": "float32"})
         self.causal_lm: PreTrainedModel = load_policy(loaded, seed)
-        self.adapters: Any = _adapted(self.causal_lm, config.lora) if config.lora else None
+        if config.lora:
+            _add_adapters(self.causal_lm, config.lora)
+        self.config, self._seed = loaded, seed
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = next(self.causal_lm.parameters()).device
         self.dropout = config.lora is not None and config.lora.dropout > 0
         self.scorer = Scorer(self.causal_lm, self.dtype)
+        self.size = sum(p.numel() for p in self.scorer.parameters())
+        """Parameters of the whole model, and how many of them are trained."""
+        self.trained_size = sum(p.numel() for p in self.scorer.parameters() if p.requires_grad)
 
     def train_mode(self, training: bool) -> None:
         """Dropout is on only for adapters that ask for it; everything else always computes as the engine does."""
         self.scorer.train(training and self.dropout)
 
     @torch.no_grad()
-    def merged_state_dict(self) -> dict[str, Tensor]:
-        """State dict of the plain model in the configured type: adapters merged, aliases of tied weights left out."""
-        state = self.causal_lm.state_dict()
-        if self.adapters is not None:
-            state = {name: value for name, value in state.items() if ".lora_" not in name}
-            named: Any = self.causal_lm.named_modules()
-            for name, module in named:
-                if hasattr(module, "lora_A"):
-                    key = f"{name}.base_layer.weight"
-                    merged = state[key].float() + module.get_delta_weight(ADAPTER).float()
-                    state[key] = merged.to(state[key].dtype)
-            state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
-        seen: set[int] = set()
-        plain = {}
-        for name, value in state.items():
-            if value.data_ptr() not in seen or value.numel() == 0:
-                plain[name] = value.to(self.dtype) if value.is_floating_point() else value
-            seen.add(value.data_ptr())
-        return plain
+    def plain_tensors(self, whole: Whole, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the plain model, one at a time: adapters merged, aliases of tied weights left out.
 
-    def buckets(self, limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of ``merged_state_dict`` in lists of at most ``limit`` bytes each (one tensor at least).
-
-        All ranks must iterate, in step.
+        Args:
+            whole: gathers one tensor from all ranks, as ``Backend.whole``; all ranks iterate.
+            dtype: type of the floating-point tensors; the configured type by default.
         """
+        modules: Any = self.causal_lm.named_modules()
+        adapted = {f"{name}.base_layer.weight": module for name, module in modules if hasattr(module, "lora_A")}
+        seen: set[int] = set()
+        for name, value in self.causal_lm.state_dict(keep_vars=True).items():
+            if ".lora_" in name or id(value) in seen:
+                continue
+            seen.add(id(value))
+            tensor = whole(value).detach()
+            if name in adapted:
+                tensor = (tensor.float() + _merged_adapter(adapted[name], whole).float()).to(tensor.dtype)
+            yield (
+                name.replace(".base_layer.", "."),
+                tensor.to(dtype or self.dtype) if tensor.is_floating_point() else tensor,
+            )
+
+    def buckets(self, limit: int, whole: Whole) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield ``plain_tensors`` in lists of at most ``limit`` bytes each (one tensor at least)."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self.merged_state_dict().items():
+        for name, tensor in self.plain_tensors(whole):
             if bucket and size + tensor.nbytes > limit:
                 yield bucket
                 bucket, size = [], 0
@@ -80,14 +86,33 @@ class PolicyModel:
         if bucket:
             yield bucket
 
-    def plain_copy(self) -> PreTrainedModel:
-        """A deep copy of the model as it is now, adapters merged, in float32."""
-        if self.adapters is None:
-            return copy.deepcopy(self.causal_lm)
-        return copy.deepcopy(self.adapters).merge_and_unload().float()
+    @torch.no_grad()
+    def plain_copy(self, whole: Whole) -> PreTrainedModel:
+        """A copy of the model as it is now, adapters merged, in float32. All ranks call it."""
+        with torch.random.fork_rng():
+            fresh = load_policy(self.config, self._seed).float()
+        state = fresh.state_dict()
+        for name, tensor in self.plain_tensors(whole, torch.float32):
+            state[name].copy_(tensor)
+        return fresh
 
 
-def _adapted(model: PreTrainedModel, config: LoraConfig) -> nn.Module:
+class _Delta(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer: Any = layer
+
+    def forward(self) -> Tensor:
+        return self.layer.get_delta_weight(ADAPTER)
+
+
+def _merged_adapter(layer: nn.Module, whole: Whole) -> Tensor:
+    """What the adapter of ``layer`` adds to its weight."""
+    parameters = {f"layer.{name}": whole(p) for name, p in layer.named_parameters() if "lora_" in name}
+    return functional_call(_Delta(layer), parameters, ())
+
+
+def _add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     try:
         import peft
     except ImportError as error:
@@ -104,6 +129,6 @@ def _adapted(model: PreTrainedModel, config: LoraConfig) -> nn.Module:
         with warnings.catch_warnings():
             # peft reads an attribute that transformers has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return peft.get_peft_model(model, adapters).eval()
+            peft.get_peft_model(model, adapters).eval()
     except ValueError as error:
         raise LearnerError(f"model.lora does not fit the model ({error}): check model.lora.target_modules") from error

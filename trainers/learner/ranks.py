@@ -1,20 +1,23 @@
 """Data-parallel ranks over torch.distributed.
 
 Invariant: gradients and metrics are *summed* over ranks, because every loss already has the denominators of the whole
-step. With one rank no process group exists and a sum is the identity.
+step. With one rank a sum is the identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentkit.errors import LearnerError
+from agentkit.errors import AgentkitError, LearnerError
+
+Result = TypeVar("Result")
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives up."""
@@ -39,6 +42,14 @@ class Ranks:
                 f"learner rank {rank} of {size} did not meet the others at {init_method} ({error}): check that all "
                 "ranks were started and that the address can be reached"
             ) from error
+
+    def ensure_group(self) -> None:
+        """Create a process group of one, until the process ends, for a library that needs one and keeps it."""
+        if dist.is_initialized():
+            return
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replace each parameter's gradient by its sum over ranks; one without a gradient counts as zero."""
@@ -67,6 +78,37 @@ class Ranks:
         tensor = torch.from_numpy(array).to(self.device)
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
+
+    def from_first(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on rank 0; return its result, or raise its ``AgentkitError``, on every rank."""
+        if self.size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except AgentkitError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor; the others pass one of the same shape and type."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.to(self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, LearnerError
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.learner.files import read_state, write_state, writing
+from agentkit.trainers.learner.files import writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.weights.base import BUCKET_BYTES, Staging, Weights
@@ -75,7 +75,7 @@ class Learner:
 
     async def save(self, directory: Path) -> None:
         """Write the complete state for an exact continuation into ``directory``."""
-        await self._compute(lambda: self._save(Path(directory)))
+        await self._compute(lambda: self._ready.save(Path(directory)))
 
     async def load(self, directory: Path) -> None:
         """Restore a state that ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or does not fit."""
@@ -114,44 +114,36 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         training = self._training = Training(self._config, self._rank, self._world_size, self._init_method)
-        parameters = list(training.policy.scorer.parameters())
         return {
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            "device": str(training.policy.device),
+            "parameters": training.policy.size,
+            "trainable": training.policy.trained_size,
+            "device": str(training.device),
         }
 
-    def _publish(self, version: int) -> Weights | None:
-        buckets = self._ready.policy.buckets(BUCKET_BYTES)
+    def _publish(self, version: int) -> Weights:
+        training = self._ready
+        buckets = training.policy.buckets(BUCKET_BYTES, training.backend.whole)
         if self._rank == 0:
             return self._staging.stage(version, buckets)
         for _ in buckets:  # gathered from all ranks
             pass
-        return None
+        return None  # type: ignore[return-value]  # the caller gets rank 0's
 
     def _export(self, directory: Path) -> None:
-        policy = self._ready.policy
+        state = self._plain_state()
         if self._rank == 0:
             with writing(directory):
-                policy.causal_lm.save_pretrained(directory, state_dict=policy.merged_state_dict())
+                self._ready.policy.causal_lm.save_pretrained(directory, state_dict=state)
                 load_tokenizer(self._config.model.path).save_pretrained(directory)
 
-    def _save(self, directory: Path) -> None:
+    def _plain_state(self) -> dict[str, torch.Tensor]:
+        """The tensors of the plain model, on rank 0 only; all ranks take part."""
         training = self._ready
-        if self._rank == 0:
-            write_state(directory / "learner.pt", training.state())
-        random = {"cpu": torch.get_rng_state()}
-        if training.policy.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(training.policy.device)
-        write_state(directory / f"random-{self._rank}.pt", random)
+        tensors = training.policy.plain_tensors(training.backend.whole)
+        return {name: tensor.cpu() for name, tensor in tensors if self._rank == 0}
 
     def _load(self, directory: Path) -> None:
-        training = self._ready
-        state, random = read_state(directory / "learner.pt"), read_state(directory / f"random-{self._rank}.pt")
         try:
-            training.restore(state)
+            self._ready.load(directory)
         except (LearnerError, KeyError, ValueError) as error:
             raise CheckpointError(f"{directory} does not fit this configuration: {error}") from error
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random and training.policy.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"], training.policy.device)

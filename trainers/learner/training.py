@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,13 +22,14 @@ from agentkit.trainers.algorithms.aggregate import aggregate, denominator
 from agentkit.trainers.algorithms.losses import TokenInputs, kl_estimate, needed_logprobs, policy_objective
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.backends.base import Snapshot
-from agentkit.trainers.learner.backends.replicas import Replicas
+from agentkit.trainers.learner.backends.choose import build_backend
 from agentkit.trainers.learner.critic import Critic, explained_variance
+from agentkit.trainers.learner.files import read_state, write_state
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, share
-from agentkit.trainers.learner.optimizer import to_cpu
 from agentkit.trainers.learner.policy import PolicyModel
 from agentkit.trainers.learner.ranks import Ranks
 from agentkit.trainers.learner.schedule import schedule_factor
+from agentkit.trainers.models.load import resolve_device
 from agentkit.types import FloatArray
 
 Columns = dict[str, Tensor]
@@ -41,10 +42,14 @@ class Training:
     def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None):
         self.config = config
         torch.manual_seed(config.seed)
-        self.policy = PolicyModel(_rank_device(config.model, rank, world_size), config.seed)
-        self.ranks = Ranks(rank, world_size, init_method, self.policy.device)
+        model = _rank_device(config.model, rank, world_size)
+        device = resolve_device(model.device)
+        if config.learner.backend != "replicas":
+            model = model.model_copy(update={"device": "cpu"})  # each rank's device gets its part only
+        self.policy = PolicyModel(model, config.seed)
+        self.ranks = Ranks(rank, world_size, init_method, device)
         torch.manual_seed(config.seed + rank)
-        self.backend = Replicas(self.policy.scorer, config.learner, self.ranks, "policy's")
+        self.backend = build_backend(self.policy.scorer, config.learner, self.ranks, "policy's")
         self.critics: list[Critic] = []
         self.reference: Snapshot | None = None
         self.batches = 0
@@ -52,11 +57,15 @@ class Training:
         self.policy_steps = 0
         """Optimiser steps of the policy since then: what the schedule counts."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
     def imitate(self, batch: Batch, lr: float) -> dict[str, float]:
         """One optimiser step on the mean negative log-likelihood of the action tokens."""
         sequences = _trainable_sequences(batch)
         divisor = denominator("token_mean", batch.action_counts)
-        total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.policy.train_mode(True)
         for layout, last in self._layouts(batch, sequences):
             logprobs, _ = self._forward(layout)
@@ -91,27 +100,49 @@ class Training:
         metrics |= {f"critic/{name}": _mean(critic_parts, name) for name in (critic_parts[0] if critic_parts else ())}
         return metrics
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for an exact continuation, except random number generators."""
-        return {
-            "policy": self.backend.state(),
-            "reference": to_cpu(self.reference),
-            "critics": [critic.backend.state() for critic in self.critics],
-            "batches": self.batches,
-            "policy_steps": self.policy_steps,
-        }
+    def save(self, directory: Path) -> None:
+        """Write the state for an exact continuation; all ranks take part, rank 0 writes."""
+        self.backend.save(directory / "policy")
+        for index, critic in enumerate(self.critics):
+            critic.backend.save(directory / f"critic-{index}")
+        if self.reference is not None:
+            with self.backend.swapped(self.reference):
+                self.backend.save_weights(directory / "reference")
+        random = self.ranks.collect(self._random_state())
+        if self.ranks.rank == 0:
+            state = {"batches": self.batches, "policy_steps": self.policy_steps, "random": random}
+            write_state(directory / "learner.pt", state)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Raises ``LearnerError`` if it is of another model."""
-        self.backend.restore(state["policy"])
+    def load(self, directory: Path) -> None:
+        """Restore a state that any number of ranks saved; only rank 0 reads files.
+
+        Raises ``CheckpointError`` if it cannot be read, ``LearnerError`` if it is of another model.
+        """
+        state = self.ranks.from_first(lambda: read_state(directory / "learner.pt"))
+        self.backend.load(directory / "policy")
         self.batches, self.policy_steps = state["batches"], state["policy_steps"]
         self.reference, self.critics = None, []
         if self.batches > 0:
             self._add_models()
-            if self.reference is not None and state["reference"] is not None:
-                self.reference = {name: value.to(self.policy.device) for name, value in state["reference"].items()}
-            for critic, saved in zip(self.critics, state["critics"], strict=True):
-                critic.backend.restore(saved)
+            if self.reference is not None and self.ranks.from_first((directory / "reference").is_dir):
+                with self.backend.swapped(self.reference):
+                    self.backend.load_weights(directory / "reference")
+            for index, critic in enumerate(self.critics):
+                critic.backend.load(directory / f"critic-{index}")
+        if self.ranks.rank < len(state["random"]):
+            self._set_random_state(state["random"][self.ranks.rank])
+        else:  # a rank that the saved run did not have
+            seed = np.random.SeedSequence([self.config.seed, self.policy_steps, self.ranks.rank])
+            torch.manual_seed(int(seed.generate_state(1)[0]))
+
+    def _random_state(self) -> dict[str, Tensor]:
+        cuda = {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+        return {"cpu": torch.get_rng_state()} | cuda
+
+    def _set_random_state(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def close(self) -> None:
         self.ranks.close()
@@ -127,7 +158,7 @@ class Training:
         if config.algorithm.kl != "none":
             self.reference = self.backend.snapshot()
         if config.critic is not None:
-            self.critics = [Critic(config.critic, config.learner, self.policy, self.ranks, config.seed)]
+            self.critics = [Critic(config.critic, config.learner, self.policy, self.backend, config.seed)]
 
     def _forward(self, layout: Layout, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         temperature = self.config.rollout.temperature
@@ -140,7 +171,7 @@ class Training:
         """This rank's micro-batches, each with whether it is the last one."""
         micro_batches = self._plan(batch, sequences)
         for index, micro in enumerate(micro_batches):
-            yield lay_out(batch, micro, self.policy.device), index == len(micro_batches) - 1
+            yield lay_out(batch, micro, self.device), index == len(micro_batches) - 1
 
     def _minibatches(self, batch: Batch, sequences: np.ndarray, step: int) -> Iterator[np.ndarray]:
         """Return the sequences of each optimiser step: whole groups, in an order that depends on seed, step and
@@ -198,7 +229,7 @@ class Training:
 
     def _policy_update(self, batch: Batch, sequences: np.ndarray, columns: Columns) -> dict[str, float]:
         """One optimiser step of the policy; returns sums over its tokens, with ``loss``, ``grad_norm`` and ``lr``."""
-        algorithm, device = self.config.algorithm, self.policy.device
+        algorithm, device = self.config.algorithm, self.device
         divisor = denominator(algorithm.aggregation, batch.action_counts[sequences], _constant_length(self.config))
         sums: dict[str, Tensor] = {}
         self.policy.train_mode(True)

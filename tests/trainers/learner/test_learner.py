@@ -63,7 +63,7 @@ async def test_lora_trains_adapters_alone_and_publishes_them_merged(configure, m
     info = await learner.start()
     assert info["trainable"] < info["parameters"]
     training = learner._ready
-    assert all(".lora_" in name for name in training.backend.trainable())
+    assert all(".lora_" in name for name in training.backend.parameters)
     frozen = {n: p.clone() for n, p in training.policy.scorer.named_parameters() if ".lora_" not in n}
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     before = await weights(learner)

@@ -41,7 +41,7 @@ def gradients(monkeypatch) -> list[np.ndarray]:
 
 
 def weights(training: Training) -> np.ndarray:
-    return torch.cat([part.detach().reshape(-1) for part in training.backend.trainable().values()]).numpy().copy()
+    return torch.cat([part.detach().reshape(-1) for part in training.backend.parameters.values()]).numpy().copy()
 
 
 def slow_logprobs(model, batch, temperature):
@@ -343,4 +343,4 @@ def test_weights_are_trained_in_float32_and_leave_in_the_configured_type(configu
     training = started(configure(model={"dtype": dtype}))
     assert np.isfinite(training.train(make_batch(14), 0)["policy/loss"])
     assert {p.dtype for p in training.policy.scorer.parameters()} == {torch.float32}
-    assert {value.dtype for value in training.policy.merged_state_dict().values()} == {expected}
+    assert {value.dtype for _, value in training.policy.plain_tensors(training.backend.whole)} == {expected}

@@ -92,12 +92,12 @@ def states(optimizer: Any) -> int:
 
 def planned_tensors(training: Training) -> Iterator[torch.Tensor]:
     """What a learner holds between two steps."""
-    yield from training.policy.module.parameters()
+    yield from training.policy.scorer.parameters()
     yield from (training.reference or {}).values()
-    optimizers = [training.optimizer]
+    optimizers = [training.backend.optimizer]
     for critic in training.critics:
         yield from critic.model.parameters()
-        optimizers.append(critic.optimizer)
+        optimizers.append(critic.backend.optimizer)
     for optimizer in optimizers:
         for part in getattr(optimizer, "parts", [optimizer]):
             yield from (value for state in part.state.values() for value in state.values())
@@ -154,12 +154,12 @@ def test_learner_holds_what_is_planned_and_peaks_below_it(case: str, configure: 
     training = Training(config, 0, 1, None)
     training.train(batch, 0)  # the optimisers, the reference and the critic exist from here on
     critics = training.critics
-    assert planned.held["weights"] == size(training.policy.module.parameters())
-    assert planned.held["gradients"] == size(training.policy.trainable.values())
-    assert planned.held["optimizer states"] == states(training.optimizer)
+    assert planned.held["weights"] == size(training.policy.scorer.parameters())
+    assert planned.held["gradients"] == size(training.backend.parameters.values())
+    assert planned.held["optimizer states"] == states(training.backend.optimizer)
     assert planned.held.get("reference", 0) == size((training.reference or {}).values())
     assert planned.held.get("critic weights", 0) == size(p for critic in critics for p in critic.model.parameters())
-    assert planned.held.get("critic optimizer", 0) == sum(states(critic.optimizer) for critic in critics)
+    assert planned.held.get("critic optimizer", 0) == sum(states(critic.backend.optimizer) for critic in critics)
 
     with LiveBytes(planned_tensors(training)) as live:
         training.train(batch, 1)
