@@ -48,13 +48,14 @@ async def evaluate(
 ) -> EvalResult:
     """Play one episode of ``config.env`` for each of ``seeds``; ``temperature`` 0 is greedy.
 
-    At most ``concurrency`` episodes run at a time; by default twice the engine's batch, so it never waits for
-    environments. Failed environments are retried as in training.
+    At most ``concurrency`` episodes run at a time; by default twice the batches of all engines, so they never
+    wait for environments. Failed environments are retried as in training.
 
     Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and the errors of the engine.
     """
     player = Player(engine, renderer, parser, _rules(config, temperature))
-    return await _play_all(player, seeds, concurrency or 2 * config.engine.max_batch, attempts(config), on_episode)
+    concurrency = concurrency or 2 * config.engine.replicas * config.engine.max_batch
+    return await _play_all(player, seeds, concurrency, attempts(config), on_episode)
 
 
 async def evaluate_endpoint(
