@@ -110,7 +110,12 @@ class Core:
         if not self._paused:
             raise EngineError("update_weights was called while the engine samples: call pause first")
         if not self._shared:
-            load_weights(self._model, weights)
+            try:
+                load_weights(self._model, weights)
+            except EngineError as error:
+                if error.fatal:
+                    self.fail(error)
+                raise
         self._store.clear()
         kept = self._batch.clear()
         for request in kept:

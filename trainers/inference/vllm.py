@@ -26,14 +26,15 @@ import numpy as np
 import psutil
 
 from agentkit.config import EngineConfig, ModelConfig
-from agentkit.errors import EngineError
+from agentkit.errors import EngineError, LearnerError
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.inference.clock import BusyClock
 from agentkit.trainers.inference.sampling import check_sampling
 from agentkit.trainers.inference.vllm_launch import SEED, launch
 from agentkit.trainers.inference.weights import checkpoint_shapes
 from agentkit.trainers.weights.base import Weights, check_fits
-from agentkit.trainers.weights.shared_memory import SharedWeights
+from agentkit.trainers.weights.shared_memory import SharedStaging, SharedWeights
+from agentkit.trainers.weights.tensors import tensor_of
 
 START_TIMEOUT = 1800.0
 """Seconds for loading a model; vLLM's own limits are shorter in most places."""
@@ -271,9 +272,13 @@ class VLLMEngine:
         if not self._paused:
             raise EngineError("weights are updated while the engine is paused: call pause(...) first")
         check_fits(weights, self._served)
-        if not isinstance(weights, SharedWeights):
-            raise EngineError(f"the vLLM engine cannot load {type(weights).__name__}: publish into shared memory")
-        await asyncio.to_thread(next, weights.buckets())  # before any weight changes: are they still there?
+        staging = SharedStaging()
+        try:
+            return await self._load(llm, await asyncio.to_thread(_on_this_machine, weights, staging))
+        finally:
+            staging.release()
+
+    async def _load(self, llm: Any, weights: SharedWeights) -> int:
         try:
             # Requests that were kept lose their cache too: vLLM preempts them, and computes it again on resumption.
             if not await self._control(llm.reset_prefix_cache(reset_running_requests=True)):
@@ -374,6 +379,18 @@ def _init_request() -> Any:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     return WeightTransferInitRequest(init_info={})
+
+
+def _on_this_machine(weights: Weights, staging: SharedStaging) -> SharedWeights:
+    """Return weights that vLLM's workers can read. Raises ``EngineError`` if they are not available."""
+    if isinstance(weights, SharedWeights):
+        next(weights.buckets())
+        return weights
+    tensors = ([(spec.name, tensor_of(spec, data)) for spec, data in bucket] for bucket in weights.buckets())
+    try:
+        return staging.stage(weights.version, tensors)
+    except LearnerError as error:
+        raise EngineError(str(error)) from error
 
 
 def _update_request(weights: SharedWeights) -> Any:

@@ -1,6 +1,7 @@
 """Load published weights into a served model.
 
-Invariant: an update is atomic; names and shapes are checked, and the weights are available, before any is written.
+Invariant: an update is atomic. Names and shapes are checked, and the first weights have arrived, before any is written;
+a failure after that is fatal for the engine.
 """
 
 from __future__ import annotations
@@ -21,13 +22,23 @@ def load_weights(model: Any, weights: Weights) -> None:
     """Copy ``weights`` into ``model`` in place, converting to its precision and device.
 
     Tensors that are tied in the model may be left out. Raises ``EngineError`` when the weights are of another model or
-    no longer available.
+    no longer available; ``model`` is unchanged, unless the error is fatal.
     """
     state = model.state_dict()
     _check(state, weights)
-    for bucket in weights.buckets():
-        for spec, data in bucket:
-            state[spec.name].copy_(tensor_of(spec, data))
+    changed = False
+    try:
+        for bucket in weights.buckets():
+            for spec, data in bucket:
+                changed = True
+                state[spec.name].copy_(tensor_of(spec, data))
+    except Exception as error:
+        if not changed:
+            raise
+        raise EngineError(
+            f"an update to version {weights.version} failed half-way ({error}): the engine serves nothing any more",
+            fatal=True,
+        ) from error
 
 
 def _check(state: dict[str, torch.Tensor], weights: Weights) -> None:

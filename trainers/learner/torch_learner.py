@@ -65,7 +65,8 @@ class Learner:
     async def publish(self, version: int) -> Weights:
         """Stage the policy's weights (plain names, adapters merged) as ``version``, for any number of engines.
 
-        They stay available until the next ``publish`` or ``close``. Raises ``LearnerError`` when there is no room.
+        They stay available until the next ``publish`` or ``close``. Rank 0 returns them. Raises ``LearnerError`` when
+        there is no room.
         """
         return await self._compute(lambda: self._publish(version))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import Generation, Sampling
 from agentkit.trainers.inference.hf import HFEngine
-from agentkit.trainers.weights.base import WeightsInPlace
+from agentkit.trainers.weights.base import Bucket, Weights, WeightsInPlace
+from agentkit.trainers.weights.shared_memory import SharedStaging
 
 ENGINE = EngineConfig(max_batch=4, max_context=256)
 
@@ -221,3 +223,41 @@ async def test_a_deterministic_engine_reuses_nothing(engines: Engines) -> None:
     await asyncio.gather(*(engine.generate(prompt_of(50), Sampling(4, seed=k), session=str(k)) for k in range(4)))
     stats = await engine.stats()
     assert (stats.prefilled_tokens, stats.reused_tokens) == (200, 0)
+
+
+@dataclass(frozen=True)
+class Vanishing(Weights):
+    """Weights that are lost after ``arriving`` buckets."""
+
+    whole: Weights | None = None
+    arriving: int = 0
+
+    def buckets(self) -> Iterator[Bucket]:
+        assert self.whole is not None
+        for bucket in self.whole.buckets():
+            for number, item in enumerate(bucket):
+                if number == self.arriving:
+                    raise EngineError("they are gone")
+                yield [item]
+
+
+async def test_weights_that_vanish_end_an_engine_only_if_some_were_loaded(engines: Engines) -> None:
+    engine, staging = await engines(), SharedStaging()
+    whole = staging.stage(3, [list(policy(8).state_dict().items())])
+    prompt = prompt_of(9)
+    before = await engine.generate(prompt, Sampling(6, seed=1), session="a")
+    await engine.pause("abort")
+    with pytest.raises(EngineError, match="gone") as refused:
+        await engine.update_weights(Vanishing(3, whole.tensors, whole, arriving=0))
+    assert not refused.value.fatal
+    await engine.resume()
+    after = await engine.generate(prompt, Sampling(6, seed=1), session="b")
+    assert (after.ids.tolist(), after.versions) == (before.ids.tolist(), before.versions)
+    await engine.pause("abort")
+    with pytest.raises(EngineError, match="half-way") as lost:
+        await engine.update_weights(Vanishing(3, whole.tensors, whole, arriving=5))
+    assert lost.value.fatal
+    for call in (engine.resume(), engine.generate(prompt, Sampling(6), session="a")):
+        with pytest.raises(EngineError, match="half-way"):
+            await call
+    staging.release()
