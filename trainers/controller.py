@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agentkit import progress
@@ -71,7 +72,7 @@ async def run(
     with Recorder(directory, open_trackers(config, directory)) as recorder:
         recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
         try:
-            async with start_roles(config, recorder.event) as roles:
+            async with start_roles(config, partial(_report, recorder, view)) as roles:
                 callbacks = _Callbacks(on_step, on_episode, stop)
                 session = _Run(config, directory, recorder, view, stop, roles, callbacks)
                 result = await session.go(found[-1] if resume else None)
@@ -85,6 +86,16 @@ async def run(
         history=tuple(row for row in rows if "time/step" in row),
         evaluations=tuple(row for row in rows if "eval/success" in row),
     )
+
+
+def _report(recorder: Recorder, view: View, kind: str, **fields: Any) -> None:
+    """Record an event of the engines, and show a loss."""
+    recorder.event(kind, **fields)
+    if kind == "engine_lost":
+        problem, _, _ = fields["text"].partition("\n")
+        view.message(f"engine {fields['engine']} was lost: {problem}")
+    elif kind == "engine_abandoned":
+        view.message(f"engine {fields['engine']} is not started again; {fields['engines_left']} are left")
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
