@@ -281,6 +281,11 @@ class LearnerConfig(Strict):
     shard_size: int | None = Field(default=None, ge=2)
     """Ranks that share one copy of the model (`fsdp`); null: all. Groups of this size replicate each other, for example
     one group per machine."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of each block in the forward pass and compute the rest again in the backward pass: less
+    memory, about a third more computation."""
+    attention: str | None = None
+    """Attention implementation of transformers, such as `sdpa`, `eager` or `flash_attention_2`; null: its default."""
     placement: Literal["inline", "process"] = "inline"
     """In the controller's process, or in a separate one."""
     ranks: int = Field(default=1, ge=1)
@@ -404,6 +409,8 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
             f"engine.share_weights=true needs the whole model on the learner's rank, and learner.backend is "
             f"{learner.backend}: set learner.backend=replicas or engine.share_weights=false"
         )
+    if config.engine.share_weights and learner.attention is not None:
+        yield "engine.share_weights=true shares the engine's attention: remove learner.attention or share_weights"
     if learner.offload_optimizer and (learner.backend != "deepspeed" or learner.zero_stage == 0):
         yield "learner.offload_optimizer=true needs learner.backend=deepspeed with learner.zero_stage of at least 1"
     if learner.backend == "deepspeed" and learner.zero_stage > 0 and learner.optimizer == "muon":

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from weights_reading import state_of
 
 from agentkit.config import RunConfig
@@ -114,6 +115,9 @@ async def outcome(
         else:
             metrics = await learner.train(make_batch(2), 1)
             after = await read(learner)
+            await learner.export(directory / "model")
+            exported = AutoModelForCausalLM.from_pretrained(directory / "model").state_dict()
+            assert all(torch.equal(exported[key], weight) for key, weight in after.items())
         with pytest.raises(CheckpointError):
             await learner.load(directory / "nothing")
     if resume:
@@ -155,8 +159,9 @@ async def test_a_learner_trains_the_same_in_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    await check_two_ranks_equal_one(tmp_path)
+@pytest.mark.parametrize("backend", ["replicas", "fsdp"])
+async def test_two_ranks_train_as_one(tmp_path: Path, backend: str) -> None:
+    await check_two_ranks_equal_one(tmp_path, backend=backend)
 
 
 @pytest.mark.slow

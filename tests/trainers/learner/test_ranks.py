@@ -102,7 +102,8 @@ def test_several_ranks_are_one(configure, make_batch, on_ranks, backend, size):
     """With a critic, a reference, adapters, unequal micro-batches and chunks; an infinite loss is not applied."""
     batches = [make_batch(seed, groups=3, members=3) for seed in (20, 21)]
     kinds = [RICH, LORA]
-    jobs = [((configure(**sections(kind, backend=backend)), batches), CHUNKS | {"poison": True}) for kind in kinds]
+    options = {"backend": backend, "activation_checkpointing": backend == "fsdp"}
+    jobs = [((configure(**sections(kind, **options)), batches), CHUNKS | {"poison": True}) for kind in kinds]
     for kind, result in zip(kinds, on_ranks(size, jobs), strict=True):
         assert result.pop("refused")
         check(result, rank_worker.run(configure(**sections(kind)), batches, 0, 1, None, **CHUNKS))
@@ -115,7 +116,7 @@ def test_several_ranks_are_one(configure, make_batch, on_ranks, backend, size):
     [
         (2, LORA, {"zero_stage": 1}),
         (2, RICH, {"zero_stage": 2, "offload_optimizer": True}),
-        (3, RICH, {"zero_stage": 3}),
+        (3, RICH, {"zero_stage": 3, "activation_checkpointing": True}),
         (1, LORA, {"zero_stage": 3, "offload_optimizer": True}),
     ],
     ids=["1-lora", "2-offload", "3", "3-lora-offload"],
@@ -141,10 +142,17 @@ def test_deepspeed_is_one_rank(configure, make_batch, on_ranks, tmp_path, size, 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hybrid_shards_are_one(configure, make_batch, on_ranks):
+    """Also in bfloat16, up to its rounding: shards are float32, and gathered in bfloat16."""
     batches = [make_batch(22, groups=3, members=3)]
-    config = configure(**sections(RICH, backend="fsdp", shard_size=2, ranks=4, placement="process"))
-    [result] = on_ranks(4, [((config, batches), {})])
+    settings = {"backend": "fsdp", "shard_size": 2, "ranks": 4, "placement": "process"}
+    half = RICH | {"model": {"dtype": "bfloat16"}}
+    result, in_half = on_ranks(4, [((configure(**sections(kind, **settings)), batches), {}) for kind in (RICH, half)])
     check(result, rank_worker.run(configure(**sections(RICH)), batches, 0, 1, None))
+
+    expected = rank_worker.run(configure(**sections(half)), batches, 0, 1, None)
+    for index in range(3):
+        gradient = expected[f"gradient-{index}"]
+        assert np.linalg.norm(in_half[f"gradient-{index}"] - gradient) <= 0.03 * np.linalg.norm(gradient)
 
 
 @pytest.mark.slow

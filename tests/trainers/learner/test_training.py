@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,6 +187,29 @@ def test_metrics_and_gradient_of_one_step(configure, make_batch, gradients, tiny
         rel=1e-3,
         abs=1e-5,
     )
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4, "dropout": 0.1}}], ids=["full", "lora"])
+def test_activation_checkpointing_changes_nothing(configure, make_batch, gradients, model):
+    calls, algorithm = [], {"advantage": "gae", "loss": "tis"}
+    for activation_checkpointing in (False, True):
+        learner = {"activation_checkpointing": activation_checkpointing}
+        training = started(configure(**sections(algorithm, **learner), model=model))
+        trunk: Any = training.policy.causal_lm.base_model
+        trunk.layers[0].mlp.register_forward_pre_hook(lambda *_, kind=activation_checkpointing: calls.append(kind))
+        training.train(make_batch(6), 0)
+    assert np.array_equal(*gradients)
+    assert calls.count(True) == calls.count(False) + 1  # computed again in the backward pass
+
+
+def test_attention_implementations_agree(configure, make_batch, gradients):
+    for attention in ("eager", "sdpa"):
+        training = started(configure(learner={"attention": attention}))
+        assert training.policy.causal_lm.config._attn_implementation == attention
+        training.train(make_batch(6), 0)
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=0, atol=1e-6)
+    with pytest.raises(LearnerError, match=r"learner\.attention='flash_attention_2' cannot be used"):
+        started(configure(learner={"attention": "flash_attention_2"}))
 
 
 def test_equal_returns_leave_the_policy_alone(configure, make_batch):

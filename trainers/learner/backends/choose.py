@@ -7,11 +7,16 @@ from torch import nn
 from agentkit.config import LearnerConfig
 from agentkit.trainers.learner.backends.base import Backend
 from agentkit.trainers.learner.backends.replicas import Replicas
+from agentkit.trainers.learner.blocks import configure_blocks
 from agentkit.trainers.learner.ranks import Ranks
 
 
 def build_backend(module: nn.Module, learner: LearnerConfig, ranks: Ranks, what: str) -> Backend:
-    """Wrap ``module`` and build its optimiser; ``what`` names it in errors. Call ``Backend.module``, not ``module``."""
+    """Wrap ``module`` and build its optimiser; ``what`` names it in errors. Call ``Backend.module``, not ``module``.
+
+    Raises ``LearnerError`` when ``learner.attention`` cannot be used.
+    """
+    configure_blocks(module, learner)
     if learner.backend == "fsdp" and ranks.size > 1:
         from agentkit.trainers.learner.backends.fsdp import FSDP
 

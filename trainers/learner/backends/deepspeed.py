@@ -10,10 +10,11 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from agentkit.config import LearnerConfig
 from agentkit.extras import require_deepspeed
@@ -40,7 +41,7 @@ class DeepSpeed(Backend):
             config=_settings(learner, ranks),
         )
         self.module = self._engine
-        self.optimizer = self._zero.optimizer
+        self.optimizer = self._adamw = cast(AdamW, self._zero.optimizer)
         self._has_gradient = False
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -62,7 +63,7 @@ class DeepSpeed(Backend):
         return float(self._engine.get_global_grad_norm())
 
     def forget(self) -> None:
-        for state in self.optimizer.state.values():
+        for state in self._adamw.state.values():
             for value in state.values():
                 value.zero_()
 
@@ -86,10 +87,10 @@ class DeepSpeed(Backend):
                 self._api.utils.safe_set_full_fp32_param(parameter, parameter.data)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.optimizer.state:
+        if not self._adamw.state:
             return
         self._link_states()
-        steps = next(iter(self.optimizer.state.values()))["step"]
+        steps = next(iter(self._adamw.state.values()))["step"]
         for name, parameter in self.parameters.items():
             for key in MOMENTS:
                 yield f"{key}/{name}", self._api.utils.safe_get_full_optimizer_state(parameter, key)
@@ -98,13 +99,13 @@ class DeepSpeed(Backend):
     @torch.no_grad()
     def assign_moment(self, key: str, name: str, whole: Tensor) -> None:
         for flat in self._flat_parameters():
-            if not self.optimizer.state[flat]:
+            if not self._adamw.state[flat]:
                 zeros = {moment: torch.zeros_like(flat) for moment in MOMENTS}
-                self.optimizer.state[flat] = {"step": torch.zeros(()), **zeros}
+                self._adamw.state[flat] = {"step": torch.zeros(()), **zeros}
         self._link_states()
         parameter = self.parameters[name]
         if key == "step":  # the same for all parameters
-            for state in self.optimizer.state.values():
+            for state in self._adamw.state.values():
                 state["step"].copy_(whole)
         elif self._stage == 3:
             self._api.utils.safe_set_local_optimizer_state(parameter, self._cut(parameter, whole), key)
@@ -155,7 +156,7 @@ class DeepSpeed(Backend):
             return
         zero = self._zero
         for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-            self._api.utils.lazy_init_hp_params_optimizer_state(group, flat, self.optimizer.state)
+            self._api.utils.lazy_init_hp_params_optimizer_state(group, flat, self._adamw.state)
 
 
 def _import_deepspeed(ranks: Ranks) -> Any:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 
 from agentkit.config import LearnerConfig
 from agentkit.trainers.learner.backends.base import Snapshot
 from agentkit.trainers.learner.backends.replicas import Replicas
+from agentkit.trainers.learner.blocks import blocks
 from agentkit.trainers.learner.ranks import Ranks
 
 
@@ -63,7 +63,7 @@ def _shard(module: nn.Module, shard_size: int, ranks: Ranks) -> None:
         mesh = init_device_mesh(device, (ranks.size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if getattr(module, "dtype", None) == torch.bfloat16 else MixedPrecisionPolicy()
-    for block in _blocks(module):
+    for block in blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     for name in getattr(module, "full_precision", ()):
         fully_shard(module.get_submodule(name), mesh=mesh)
@@ -73,15 +73,6 @@ def _shard(module: nn.Module, shard_size: int, ranks: Ranks) -> None:
         if isinstance(unit, FSDPModule):
             unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other way to sum instead of averaging
             unit.set_gradient_divide_factor(1.0)
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers that transformers keeps on one device."""
-    names: set[str] = set()
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            names |= set(part._no_split_modules or ())
-    return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def _local(tensor: Any) -> Tensor:
