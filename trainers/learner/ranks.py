@@ -30,6 +30,8 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, init_method: str | None, device: torch.device):
         self.rank, self.size, self.device = rank, size, device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # collectives of objects use the current device
         if size == 1:
             return
         if init_method is None:

@@ -120,7 +120,8 @@ def learner(config: RunConfig, policy: Architecture, critic: Architecture | None
         critic: the critic's, if the run has one.
     """
     ranks = config.learner.ranks
-    shards = Shards()
+    stage = {"replicas": 0, "fsdp": 3, "deepspeed": config.learner.zero_stage}[config.learner.backend]
+    shards = Shards.of(config.learner.shard_size or ranks, stage)
     trained: Mapping[str, Shape] = adapters(policy, config) or policy.tensors
     lora, dtype = config.model.lora is not None, config.model.dtype
     base = count(policy.tensors) * BYTES[dtype] if lora else 0
