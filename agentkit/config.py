@@ -421,7 +421,10 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
     if learner.shard_size is None:
         return
     if learner.backend != "fsdp":
-        yield f"learner.shard_size needs learner.backend=fsdp, and it is {learner.backend}: set it or remove shard_size"
+        yield (
+            f"learner.shard_size={learner.shard_size} needs learner.backend=fsdp, not {learner.backend}: set it or "
+            "remove learner.shard_size"
+        )
     if learner.ranks % learner.shard_size:
         yield (
             f"learner.ranks={learner.ranks} is not divisible by learner.shard_size={learner.shard_size}: "

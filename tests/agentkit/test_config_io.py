@@ -157,6 +157,11 @@ def test_all_problems_are_listed_at_once() -> None:
         ("engine.share_weights=true", "engine.replicas=2"),
         ("engine.min_replicas=3", "engine.replicas=2"),
         ("engine.tensor_parallel=2", "engine.kind=hf"),
+        ("engine.share_weights=true", "learner.backend=fsdp"),
+        ("engine.share_weights=true", "learner.attention=eager"),
+        ("learner.offload_optimizer=true", "learner.backend=fsdp"),
+        ("learner.optimizer=muon", "learner.backend=deepspeed"),
+        ("learner.shard_size=2", "learner.backend=replicas"),
     ],
 )
 def test_a_contradiction_names_both_keys(one: str, other: str) -> None:
