@@ -490,7 +490,7 @@ async def test_an_engine_that_does_not_start_at_first_is_an_error() -> None:
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 4), in_flight=st.sampled_from(["abort", "keep"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_schedule_of_faults_keeps_every_request_and_mixes_no_versions(
     seed: int, size: int, in_flight: PauseMode
 ) -> None:
