@@ -127,7 +127,9 @@ def recommendation(rates: Rates, gpus: int, turns_per_gpu: float) -> Iterator[st
 def placement(settings: RunConfig) -> Iterator[str]:
     """Yield one line per role: number, place, threads."""
     yield f"{'role':<10} {'number':>6}  {'place':<28} {'threads':>7}"
-    for name, number, role in (("learner", settings.learner.ranks, settings.learner), ("engine", 1, settings.engine)):
+    learner, engine = settings.learner, settings.engine
+    engines = engine.replicas * engine.tensor_parallel
+    for name, number, role in (("learner", learner.ranks, learner), ("engine", engines, engine)):
         place = "a process each" if role.placement == "process" else "the process of the run"
         yield f"{name:<10} {number:>6}  {place:<28} {role.threads or 'all':>7}"
 

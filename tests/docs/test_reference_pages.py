@@ -28,7 +28,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
         assert f"`{'.'.join(key)}`" in page
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "show", "doctor"])
+@pytest.mark.parametrize("command", ["run", "plan", "eval", "show", "doctor"])
 def test_the_command_page_names_every_option(command: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "agentkit", command, "--help"], capture_output=True, text=True, timeout=60, check=True

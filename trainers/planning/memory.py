@@ -15,8 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentkit.config import RunConfig
+from agentkit.config import LearnerConfig, RunConfig
 from agentkit.trainers.planning.architecture import Architecture, Shape, count
+from agentkit.trainers.weights.base import BUCKET_BYTES
 
 FLOAT = 4
 """Bytes of a float32 number."""
@@ -27,6 +28,8 @@ LOGIT_COPIES = 5
 """Float32 arrays as large as the logits that exist at once when a distribution and its entropy are computed."""
 PASS_TOKENS = 8192
 """As in ``trainers/inference/batch.py``: prompt tokens that the hf engine computes at once."""
+DEEPSPEED_BUCKET = 500_000_000
+"""DeepSpeed's default ``reduce_bucket_size``, in numbers; its buffer has this size for every model."""
 COLUMN_STEP = 16
 """As in ``trainers/inference/cache.py``: row lengths are multiples of this."""
 IDLE_BATCHES = 4
@@ -56,8 +59,12 @@ class Shards:
     states: int = 1
 
     @classmethod
-    def of(cls, ranks: int, stage: int) -> Shards:
-        """Return the divisors of ZeRO ``stage``; FSDP is stage 3."""
+    def of(cls, learner: LearnerConfig) -> Shards:
+        """Return the divisors of the configured back end; FSDP divides like ZeRO's stage 3."""
+        if learner.backend == "fsdp":
+            stage, ranks = 3, learner.shard_size or learner.ranks
+        else:
+            stage, ranks = learner.zero_stage if learner.backend == "deepspeed" else 0, learner.ranks
         return cls(*(ranks if stage >= needed else 1 for needed in (3, 2, 1)))
 
 
@@ -119,45 +126,56 @@ def learner(config: RunConfig, policy: Architecture, critic: Architecture | None
         policy: the policy's architecture.
         critic: the critic's, if the run has one.
     """
-    ranks = config.learner.ranks
-    stage = {"replicas": 0, "fsdp": 3, "deepspeed": config.learner.zero_stage}[config.learner.backend]
-    shards = Shards.of(config.learner.shard_size or ranks, stage)
+    settings = config.learner
+    shards = Shards.of(settings)
     trained: Mapping[str, Shape] = adapters(policy, config) or policy.tensors
     lora, dtype = config.model.lora is not None, config.model.dtype
     base = count(policy.tensors) * BYTES[dtype] if lora else 0
-    held = {
-        "weights": (base + FLOAT * count(trained)) // shards.weights,
-        "gradients": FLOAT * count(trained) // shards.gradients,
-        "optimizer states": optimizer_states(trained, config.learner.optimizer) // shards.states,
-    }
+    held = _model(trained, settings, shards, base)
     if config.algorithm.kl != "none":
         held["reference"] = FLOAT * count(trained) // shards.weights
-    tokens = _tokens(config, ranks)
-    moments = {"forward and backward": _pass(policy, dtype, tokens, head=True)}
+    tokens = _tokens(config, settings.ranks)
+    moments = {"forward and backward": _pass(policy, config, shards, tokens, head=True)}
     if critic is not None:
         shapes = {**critic.trunk, "output.weight": (1, critic.hidden), "output.bias": (1,)}
-        held["critic weights"] = FLOAT * count(shapes) // shards.weights
-        held["critic gradients"] = FLOAT * count(shapes) // shards.gradients
-        held["critic optimizer"] = optimizer_states(shapes, config.learner.optimizer) // shards.states
-        moments["critic forward and backward"] = _pass(critic, dtype, tokens, head=False)
+        held |= {f"critic {purpose}": size for purpose, size in _model(shapes, settings, shards).items()}
+        moments["critic forward and backward"] = _pass(critic, config, shards, tokens, head=False)
     moments["optimizer step"] = FLOAT * max(math.prod(shape) for shape in trained.values()) * 2
     published = count(policy.tensors) * BYTES[dtype]
-    if dtype == "bfloat16" or lora:
-        moments["published copy"] = published
     if not config.engine.share_weights:
+        moments["bucket of published weights"] = min(published, BUCKET_BYTES)
         held["published weights (host)"] = published
     return Memory(held, moments)
 
 
+def _model(trained: Mapping[str, Shape], learner: LearnerConfig, shards: Shards, base: int = 0) -> dict[str, int]:
+    """Return the bytes of a model with its optimiser on one rank; ``base``: bytes of weights that are not trained."""
+    weights = FLOAT * count(trained)
+    host = " (host)" if learner.offload_optimizer else ""
+    held = {
+        "weights": (base + weights) // shards.weights,
+        "gradients": weights // shards.gradients,
+        f"optimizer states{host}": optimizer_states(trained, learner.optimizer) // shards.states,
+    }
+    if learner.backend == "deepspeed" and shards.states > 1:  # AdamW steps on flat partitions beside the parameters
+        held[f"flat weights{host}"] = weights // shards.states
+        held["communication buffer"] = FLOAT * DEEPSPEED_BUCKET
+    return held
+
+
 def engine(config: RunConfig, policy: Architecture) -> Memory:
-    """Return the memory of one engine: weights, keys and values of a full batch, and the largest pass."""
+    """Return the memory of one process of an engine: weights, keys and values of a full batch, and the largest pass.
+
+    ``engine.tensor_parallel`` processes share weights, keys and values.
+    """
     settings, size = config.engine, BYTES[config.model.dtype]
+    parts = settings.tensor_parallel
     rows = 1 if config.deterministic else settings.max_batch
     per_token = 2 * policy.layers * policy.key_value * size
     columns = -(-settings.max_context // COLUMN_STEP) * COLUMN_STEP
     held = {
-        "weights": 0 if settings.share_weights else count(policy.tensors) * size,
-        "KV cache": rows * columns * per_token,
+        "weights": 0 if settings.share_weights else count(policy.tensors) * size // parts,
+        "KV cache": rows * columns * per_token // parts,
     }
     if settings.kind == "hf" and not config.deterministic:
         held["KV cache of waiting sessions"] = IDLE_BATCHES * rows * settings.max_context * per_token
@@ -173,11 +191,18 @@ def _tokens(config: RunConfig, ranks: int) -> int:
     return min(max(config.learner.max_tokens, longest), share * longest)
 
 
-def _pass(model: Architecture, dtype: str, tokens: int, *, head: bool) -> int:
-    """Return the bytes of activations of a forward and a backward pass over ``tokens``, of which all are actions."""
+def _pass(model: Architecture, config: RunConfig, shards: Shards, tokens: int, *, head: bool) -> int:
+    """Return the bytes of activations of a forward and a backward pass over ``tokens``, of which all are actions.
+
+    Sharded weights are gathered for two blocks, of which one is computed, or for embedding and output layer.
+    """
+    dtype, fsdp = config.model.dtype, config.learner.backend == "fsdp"
     saved = tokens * saved_per_token(model, dtype)
-    if dtype == "bfloat16":  # autocast keeps a copy of each matrix until the backward pass
+    if dtype == "bfloat16" and not fsdp:  # autocast keeps a copy of each matrix until the backward pass
         saved += BYTES[dtype] * model.layers * sum(math.prod(shape) for shape in model.linears.values())
+    if shards.weights > 1:
+        ends = count(model.tensors) - model.layers * count(model.block)
+        saved += max(2 * count(model.block), ends) * (BYTES[dtype] if fsdp else FLOAT)
     backward = tokens * (3 * model.intermediate + 2 * model.hidden) * FLOAT
     if not head:
         return saved + backward

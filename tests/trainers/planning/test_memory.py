@@ -159,12 +159,33 @@ def test_learner_holds_what_is_planned_and_peaks_below_it(case: str, configure: 
     assert planned.held["optimizer states"] == states(training.backend.optimizer)
     assert planned.held.get("reference", 0) == size((training.reference or {}).values())
     assert planned.held.get("critic weights", 0) == size(p for critic in critics for p in critic.model.parameters())
-    assert planned.held.get("critic optimizer", 0) == sum(states(critic.backend.optimizer) for critic in critics)
+    assert planned.held.get("critic optimizer states", 0) == sum(states(critic.backend.optimizer) for critic in critics)
 
     with LiveBytes(planned_tensors(training)) as live:
         training.train(batch, 1)
     needed = planned.total - planned.held["published weights (host)"]
     assert live.peak <= needed <= slack * live.peak, f"{needed / live.peak:.3f}"
+
+
+SHARDED = {
+    # back end: divisors of weights, gradients and optimiser states by 4 ranks
+    ("replicas", 0): (1, 1, 1),
+    ("deepspeed", 0): (1, 1, 1),
+    ("deepspeed", 1): (1, 1, 4),
+    ("deepspeed", 2): (1, 4, 4),
+    ("deepspeed", 3): (4, 4, 4),
+    ("fsdp", 0): (4, 4, 4),
+}
+
+
+@pytest.mark.parametrize(("backend", "stage"), SHARDED)
+def test_ranks_share_what_their_back_end_divides(backend: str, stage: int, configure: Callable[..., RunConfig]) -> None:
+    ranks = {"ranks": 4, "placement": "process", "backend": backend, "zero_stage": stage}
+    alone, shared = configure(), configure(learner=ranks)
+    policy = read_architecture(alone.model.path)
+    whole, part = memory.learner(alone, policy).held, memory.learner(shared, policy).held
+    for purpose, divisor in zip(("weights", "gradients", "optimizer states"), SHARDED[backend, stage], strict=True):
+        assert part[purpose] == whole[purpose] // divisor
 
 
 async def test_engine_allocates_the_planned_cache(configure: Callable[..., RunConfig]) -> None:
