@@ -152,6 +152,9 @@ class EngineConfig(Strict):
     """GPUs of each engine, which holds a part of the model on each of them; only for `vllm`."""
     share_weights: bool = False
     """Use the learner's weights in place, without a copy: saves memory, but generation and training cannot overlap."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """What an engine reserves in a cluster, in addition to `threads` CPUs and `tensor_parallel` GPUs (if `model.device`
+    is a GPU): custom resources, or other amounts of `CPU` and `GPU`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
 
@@ -289,9 +292,12 @@ class LearnerConfig(Strict):
     placement: Literal["inline", "process"] = "inline"
     """In the controller's process, or in a separate one."""
     ranks: int = Field(default=1, ge=1)
-    """Number of data-parallel processes; more than one needs `placement: process`."""
+    """Number of data-parallel processes; more than one needs a `cluster` section or `placement: process`."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch for this role; null leaves torch's default."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """What a rank reserves in a cluster, in addition to `threads` CPUs and one GPU (if `model.device` is a GPU): custom
+    resources, or other amounts of `CPU` and `GPU`."""
 
 
 class ImitationConfig(Strict):
@@ -343,6 +349,14 @@ class CheckpointConfig(Strict):
     """Number of latest checkpoints to keep."""
 
 
+class ClusterConfig(Strict):
+    """The Ray cluster in which engine and learner run; needs the extra `ray`."""
+
+    address: str = Field(default="local", min_length=1)
+    """`local`: a cluster on this machine, which starts and ends with the run. Otherwise an existing cluster of which
+    this machine is a node: `auto`, or `host:port`."""
+
+
 class RunConfig(Strict):
     """One run of `agentkit run`."""
 
@@ -357,6 +371,8 @@ class RunConfig(Strict):
     """Training steps; 0 is imitation only."""
     deterministic: bool = False
     """Make two runs with the same seed bit-identical; slower."""
+    cluster: ClusterConfig | None = None
+    """Runs engine and learner as actors of a Ray cluster; null runs them in this process."""
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -390,8 +406,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _algorithm_contradictions(config)
     rollout, env = config.rollout, config.env
     yield from _sandbox_contradictions(env)
-    if config.learner.ranks > 1 and config.learner.placement != "process":
-        yield f"learner.ranks={config.learner.ranks} needs learner.placement=process: each rank is a process"
+    yield from _cluster_contradictions(config)
     yield from _backend_contradictions(config)
     if config.deterministic and (rollout.async_ratio > 0 or rollout.extra_groups > 0 or rollout.extra_members > 0):
         yield (
@@ -430,6 +445,31 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
             f"learner.ranks={learner.ranks} is not divisible by learner.shard_size={learner.shard_size}: "
             "all groups that share a copy of the model have the same size"
         )
+
+
+def _cluster_contradictions(config: RunConfig) -> Iterator[str]:
+    learner, engine, cluster = config.learner, config.engine, config.cluster
+    if cluster is None:
+        if learner.ranks > 1 and learner.placement != "process":
+            yield f"learner.ranks={learner.ranks} needs processes: add a section `cluster: {{}}`"
+        for name, role in (("engine", engine), ("learner", learner)):
+            if role.resources:
+                yield f"{name}.resources are reserved in a cluster: add a cluster section, or remove it"
+        return
+    if "process" in (engine.placement, learner.placement):
+        yield "cluster and placement=process contradict: with a cluster section all roles are its actors; remove one"
+    if cluster.address.startswith("ray://"):
+        yield (
+            f"cluster.address={cluster.address}: a run is itself a part of the cluster and cannot use Ray's client; "
+            "start it on a node of the cluster, with address auto or host:port"
+        )
+    if config.model.device.startswith("cuda:"):
+        yield (
+            f"model.device={config.model.device} and cluster contradict: Ray gives each process its GPU; set "
+            "model.device=cuda"
+        )
+    if engine.share_weights:
+        yield "engine.share_weights=true and cluster contradict: memory is shared within one process; remove one"
 
 
 def _sandbox_contradictions(env: EnvConfig) -> Iterator[str]:

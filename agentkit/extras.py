@@ -9,6 +9,7 @@ from agentkit.errors import MissingExtra
 
 _TRAINING = ("safetensors", "tokenizers", "torch", "transformers")
 _SERVER = ("prometheus_client", "uvicorn")
+_RAY = ("ray",)
 
 
 def require_training() -> None:
@@ -24,6 +25,11 @@ def require_server() -> None:
 def require_deepspeed() -> None:
     """Raise ``MissingExtra`` unless DeepSpeed is installed; does not import it."""
     _require("learner.backend=deepspeed", "deepspeed", ("deepspeed",))
+
+
+def require_ray() -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``ray`` are installed; imports none of them."""
+    _require("a cluster section", "ray", _RAY)
 
 
 def _require(part: str, extra: str, packages: Iterable[str]) -> None:

@@ -64,6 +64,8 @@ def _missing_extras(config: RunConfig) -> Iterator[str]:
         wanted.append(("model.lora", "lora", "peft"))
     if config.engine.kind == "vllm":
         wanted.append(("engine.kind=vllm", "vllm", "vllm"))
+    if config.cluster is not None:
+        wanted.append(("cluster", "ray", "ray"))
     if config.env.sandbox == "docker":
         wanted.append(("env.sandbox=docker", "docker", "docker"))
     for key, extra, module in wanted:

@@ -7,14 +7,14 @@ same configuration as the learner, but serves only published weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.cluster import place
+from agentkit.trainers.cluster import place, reserve
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.inference.replicas import OnEvent, Replicas
 from agentkit.trainers.models.load import load_tokenizer
@@ -22,6 +22,9 @@ from agentkit.trainers.rollout.hosts import EnvSource
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
+
+if TYPE_CHECKING:
+    from agentkit.trainers.cluster.placement import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,13 @@ async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fiel
     # One of the losses needs the environment's number of turns.
     settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
     async with contextlib.AsyncExitStack() as stack:
+        with progress.work("reserving the cluster") if config.cluster else contextlib.nullcontext():
+            slots = await stack.enter_async_context(reserve(config))
         with progress.work("starting the learner"):
             learner = await place(
                 "agentkit.trainers.learner.torch_learner:Learner",
                 settled,
+                slots=slots.get("learner"),
                 placement=config.learner.placement,
                 ranks=config.learner.ranks,
                 threads=config.learner.threads,
@@ -80,21 +86,24 @@ async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fiel
         shared = config.engine.share_weights
         with progress.work("starting the engine"):
             extra = {"model_object": learner.model} if shared else {}
-            engine = await stack.enter_async_context(start_engine(config, on_event, **extra))
+            engine = await stack.enter_async_context(start_engine(config, on_event, slots.get("engine"), **extra))
         yield Roles(renderer, parser, learner, engine, shared)
 
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    config: RunConfig, on_event: OnEvent = lambda kind, **fields: None, **extra: Any
+    config: RunConfig,
+    on_event: OnEvent = lambda kind, **fields: None,
+    slots: Sequence[Slot] | None = None,
+    **extra: Any,
 ) -> AsyncIterator[InferenceEngine]:
     """Start what ``config.engine`` names: one engine in this process, or engines behind a router that replaces them.
 
-    ``extra`` arguments go to the engines.
+    ``slots`` are their places in a cluster, if there is one. ``extra`` arguments go to the engines.
     """
     settings = config.engine
-    if settings.placement == "inline" and settings.replicas == 1:
-        engine = await _place_engine(config, 0, extra)
+    if slots is None and settings.placement == "inline" and settings.replicas == 1:
+        engine = await _place_engine(config, 0, None, extra)
         try:
             await engine.start()
             yield engine
@@ -102,7 +111,7 @@ async def start_engine(
             await engine.close()
         return
     replicas = Replicas(
-        lambda index: _place_engine(config, index, extra),
+        lambda index: _place_engine(config, index, slots, extra),
         settings.replicas,
         minimum=settings.min_replicas,
         deterministic=config.deterministic,
@@ -112,7 +121,7 @@ async def start_engine(
         yield router
 
 
-async def _place_engine(config: RunConfig, index: int, extra: dict[str, Any]) -> Any:
+async def _place_engine(config: RunConfig, index: int, slots: Sequence[Slot] | None, extra: dict[str, Any]) -> Any:
     """Construct one engine; do not start it."""
     factory = {
         "hf": "agentkit.trainers.inference.hf:HFEngine",
@@ -124,6 +133,7 @@ async def _place_engine(config: RunConfig, index: int, extra: dict[str, Any]) ->
         config.engine,
         seed=config.seed,
         deterministic=config.deterministic,
+        slots=slots and slots[index : index + 1],
         placement=config.engine.placement,
         threads=config.engine.threads,
         name="engine" if config.engine.replicas == 1 else f"engine {index}",

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from agentkit.errors import AgentkitError, EngineError
 
 
@@ -46,6 +48,12 @@ class Probe:
         return "not a coroutine"
 
     async def _private(self) -> None: ...
+
+    async def reset(self) -> None:
+        Probe.__init__(self, rank=self.rank, world_size=self.world_size, init_method=self.init_method)
+
+    async def say(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
 
     async def identity(self) -> dict[str, Any]:
         return {"rank": self.rank, "world_size": self.world_size, "init_method": self.init_method, "pid": os.getpid()}
@@ -151,6 +159,15 @@ class Torch:
         self.torch = torch
         if init_method is not None:
             torch.distributed.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+
+    async def variables(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    async def wait(self) -> None:
+        await asyncio.sleep(600)
+
+    async def mean_of(self, values: np.ndarray) -> float:
+        return await self.total(float(values.mean())) / 3.0
 
     async def threads(self) -> int:
         return self.torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Placement of roles: in this process, or in separate processes.
+"""Placement of roles in separate processes.
 
 Invariant: a role behaves the same under every placement. Its public coroutine methods can be awaited by thousands of
 tasks at once, cancelled, and fail with the same ``AgentkitError``; a placement adds only ``RoleError``: a process
