@@ -249,8 +249,10 @@ def _reason(error: RayError) -> str:
     text = " ".join(str(error).split())
     for start in ("Worker exit detail:", "The actor is dead because"):
         if start in text:
-            return f"Ray: {text.split(start, 1)[1].strip()}"
-    return f"Ray: {text}"
+            text = text.split(start, 1)[1].strip()
+            break
+    # Ray goes on with causes that it considers possible.
+    return f"Ray: {'. '.join(text.split('. ')[:2])}."
 
 
 def _tail(files: tuple[str, ...]) -> str:

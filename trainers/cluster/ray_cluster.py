@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -27,7 +28,10 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
 }
 for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)  # Ray reads some of them when it is imported
+    os.environ.setdefault(_name, _value)
+if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or (Path.home() / ".ray" / "auth_token").is_file():
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # by itself, Ray uses its token only for the address "auto"
+# Ray reads these variables when it is imported.
 
 import ray  # noqa: E402
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
@@ -74,7 +78,7 @@ async def reserve(config: RunConfig) -> AsyncIterator[dict[str, tuple[Slot, ...]
             # The cores of one machine are shared, so they limit no plan.
             cpus = math.ceil(total(plan(config, gpus=False))["CPU"])
             address = config.cluster.address
-            connecting = local_cluster(cpus) if address == "local" else _joined_cluster(address)
+            connecting = local_cluster(cpus) if address == "local" else joined_cluster(address)
             await asyncio.to_thread(stack.enter_context, connecting)
         gpus = any(node.get("GPU") for node in _nodes())
         async with reserve_plans(plan(config, gpus=gpus)) as slots:
@@ -155,7 +159,8 @@ def local_cluster(cpus: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined_cluster(address: str) -> Iterator[None]:
+def joined_cluster(address: str) -> Iterator[None]:
+    """Connect to the cluster at ``address``, of which this machine is a node."""
     try:
         _init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -1,0 +1,96 @@
+"""Runs whose engine and learner are actors train as runs in one process do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from requiring import require
+from safetensors.torch import load_file
+
+import agentkit
+from agentkit.errors import ConfigError
+from agentkit.records import iterate_trajectories
+
+# A busy machine needs minutes to start Ray and the processes of its actors.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TINY: dict[str, Any] = {
+    "steps": 2,
+    "env": {"id": "FrozenLake-v1", "kwargs": {"size": 2}, "max_turns": 2, "actions_per_turn": 1},
+    "engine": {"max_context": 256, "max_batch": 8, "threads": 1},
+    "rollout": {"groups": 2, "group_size": 2, "max_tokens": 6},
+    "learner": {"lr": 1e-3, "threads": 1},
+    "evaluation": {"episodes": 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """The cluster of all runs in this process."""
+    require("ray", "pip install 'agentkit-rl[ray]'")
+    from agentkit.trainers.cluster import ray_cluster
+
+    before = torch.get_num_threads()
+    with ray_cluster.local_cluster(3):
+        yield
+    torch.set_num_threads(before)
+
+
+def played(directory: Path) -> list[tuple[Any, ...]]:
+    """Return every token of the episodes of a run, in a fixed order."""
+    return sorted(
+        (row.step, row.ending, played.seed, played.member, turn.action_ids.tolist(), turn.action_logprobs.tobytes())
+        for row, played in iterate_trajectories(directory / "episodes.sqlite")
+        for turn in played.turns
+    )
+
+
+def final_weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model" / "model.safetensors")
+
+
+def test_one_engine_and_one_rank_equal_a_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
+    whole = agentkit.train({**TINY, "deterministic": True, "dir": tmp_path / "inline"})
+    placed = agentkit.train({**TINY, "deterministic": True, "dir": tmp_path / "actors", "cluster": {}})
+    assert placed.steps == whole.steps == 2
+    assert played(tmp_path / "actors") == played(tmp_path / "inline")
+    one, other = final_weights(tmp_path / "inline"), final_weights(tmp_path / "actors")
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=0, atol=0, msg=name)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs 2 gpu_like \(learner 2 × 1\), and the cluster has 0"):
+        agentkit.train(
+            {**TINY, "dir": tmp_path / "run", "cluster": {}, "learner": {"ranks": 2, "resources": {"gpu_like": 1.0}}}
+        )
+
+
+def test_the_command_trains_with_two_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        "env: {id: FrozenLake-v1, max_turns: 2}\nsteps: 2\nrollout: {groups: 2, group_size: 2, max_tokens: 4}\n"
+        "learner: {ranks: 2, threads: 1}\nengine: {threads: 1}\nevaluation: {episodes: 2}\ncluster: {}\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "agentkit", "run", str(config), f"dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "step 2/2" in result.stdout
+    mine = {child.pid for child in psutil.Process().children(recursive=True)}
+    left = [p for p in psutil.process_iter(["cmdline"]) if "ray::Host" in " ".join(p.info["cmdline"] or [])]
+    assert not [p for p in left if p.pid not in mine]
