@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,18 +75,14 @@ def test_a_run_that_does_not_fit_is_refused_with_what_is_missing(tmp_path: Path)
 
 
 def test_the_command_trains_with_two_ranks_and_leaves_nothing(tmp_path: Path) -> None:
-    config = tmp_path / "tiny.yaml"
-    config.write_text(
-        "env: {id: FrozenLake-v1, max_turns: 2}\nsteps: 2\nrollout: {groups: 2, group_size: 2, max_tokens: 4}\n"
-        "learner: {ranks: 2, threads: 1}\nengine: {threads: 1}\nevaluation: {episodes: 2}\ncluster: {}\n"
-    )
+    overrides = ["steps=2", "rollout.groups=2", "rollout.group_size=2", "rollout.max_tokens=4", "evaluation.episodes=2"]
     result = subprocess.run(
-        [sys.executable, "-m", "agentkit", "run", str(config), f"dir={tmp_path / 'run'}"],
+        [sys.executable, "-m", "agentkit", "run", "examples/cluster.yaml", f"dir={tmp_path / 'run'}", *overrides],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr
     assert "step 2/2" in result.stdout

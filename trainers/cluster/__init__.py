@@ -107,7 +107,7 @@ async def place(
     from agentkit.trainers.cluster.ranks import RemoteRole
 
     proxy = RemoteRole(name, len(slots), call_timeout=call_timeout, silence_timeout=silence_timeout)
-    await proxy.start(slots, factory, args, kwargs, threads, start_timeout)
+    await proxy._launch(slots, factory, args, kwargs, threads, start_timeout)
     return cast(RoleT, proxy)
 
 

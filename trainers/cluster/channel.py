@@ -93,7 +93,7 @@ class Channel:
                 resources=resources,
                 max_restarts=0,  # a restarted engine would serve the weights of its model's files
                 max_concurrency=1000,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.bundle),
             )
             .remote(self.name, surroundings)
         )

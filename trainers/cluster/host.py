@@ -140,8 +140,8 @@ class Host:
         return answers
 
     def _construct(self, factory: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        factory = pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
-        self._role = factory(*args, **kwargs)
+        construct = pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
+        self._role = construct(*args, **kwargs)
         if self._threads is not None and "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(self._threads)
         cls = type(self._role)

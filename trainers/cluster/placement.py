@@ -16,10 +16,10 @@ Resources = Mapping[str, float]
 
 
 class Slot(NamedTuple):
-    """The reserved place of one process: bundle ``index`` of a Ray placement group."""
+    """The reserved place of one process: bundle number ``bundle`` of a Ray placement group."""
 
     group: Any
-    index: int
+    bundle: int
     resources: Resources
 
 

@@ -71,7 +71,7 @@ class RemoteRole:
         """Process ids, by rank, each on the node of its rank."""
         return [channel.identity.pid for channel in self._channels if channel.identity is not None]
 
-    async def start(
+    async def _launch(
         self, slots: Sequence[Slot], factory: Any, args: Any, kwargs: Any, threads: int | None, timeout: float
     ) -> None:
         """Start the actors and construct the role; on an error nothing remains."""
