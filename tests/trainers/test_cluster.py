@@ -28,7 +28,7 @@ from agentkit.trainers.cluster.placement import RolePlan
 from agentkit.trainers.inference.base import Sampling
 
 # A busy machine needs minutes to start Ray and the processes of its actors.
-pytestmark = [pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 Place = Callable[..., Awaitable[Any]]
 
@@ -351,7 +351,6 @@ class TestReservation:
             assert [len(slots[role]) for role in ("engine", "learner")] == [1, 1]
 
 
-@pytest.mark.slow
 class TestDeathOfTheDriver:
     SCRIPT = textwrap.dedent("""
         import asyncio, os, sys
