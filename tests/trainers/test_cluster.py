@@ -339,10 +339,10 @@ class TestReservation:
     async def test_what_others_use_is_named_and_nothing_stays_reserved(
         self, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ray_cluster, "RESERVE_S", 1.0)
         large = RolePlan("learner", ({"CPU": 1.5},), "learner.ranks")
         small = RolePlan("engine", ({"CPU": 0.25},), "engine")
         async with ray_cluster.reserve_plans([large]):
+            monkeypatch.setattr(ray_cluster, "RESERVE_S", 1.0)
             with pytest.raises(ConfigError, match=r"needs 1\.75 CPU \(free: [01]\.\d+\).*within 1 s"):
                 async with ray_cluster.reserve_plans([small, large]):
                     pass
