@@ -73,7 +73,7 @@ def plan(
     for line in placement(settings):
         typer.echo(line)
     learner, engine = memory.learner(settings, policy, critic), memory.engine(settings, policy)
-    for name, need in (("learner rank", learner), ("engine", engine)):
+    for name, need in (("learner rank", learner), ("engine process", engine)):
         typer.echo(f"\nmemory of one {name}")
         for line in amounts(need):
             typer.echo(line)
@@ -141,6 +141,8 @@ def amounts(need: Memory) -> Iterator[str]:
     for purpose, size in sorted(need.moments.items(), key=lambda item: -item[1]):
         yield f"  {purpose:<30} {shown(size):>12}  for a moment"
     yield f"  {'total, with the largest moment':<30} {shown(need.total):>12}"
+    if need.host:
+        yield f"  {'of it in host memory':<30} {shown(need.host):>12}"
 
 
 def shown(size: float) -> str:

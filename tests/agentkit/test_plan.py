@@ -58,6 +58,11 @@ def test_quickstart_is_planned() -> None:
     assert "418,656 parameters" in plan("model.path=quickstart")
 
 
+def test_what_is_in_host_memory_is_told_apart(folder: Path) -> None:
+    output = plan(f"model.path={folder}", "model.dtype=bfloat16")
+    assert value(output, "of it in host memory") == value(output, "published weights (host)")
+
+
 def test_adapters_leave_few_weights_to_train(folder: Path) -> None:
     output = plan(f"model.path={folder}", "model.lora.rank=8", "model.dtype=bfloat16")
     layer = 8 * (2 * (1024 + 1024) + 2 * (1024 + 256) + 3 * (1024 + 2816))

@@ -22,6 +22,8 @@ from agentkit.trainers.weights.base import BUCKET_BYTES
 FLOAT = 4
 """Bytes of a float32 number."""
 BYTES = {"float32": 4, "bfloat16": 2}
+HOST = " (host)"
+"""End of the names of purposes whose bytes are in host memory."""
 MAX_LOGITS = 2**26
 """As in ``trainers/learner/forward.py``: logits that the learner computes at once."""
 LOGIT_COPIES = 5
@@ -48,6 +50,11 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(self.held.values()) + max(self.moments.values(), default=0)
+
+    @property
+    def host(self) -> int:
+        """Bytes of ``total`` that are in host memory also if the role computes on a GPU."""
+        return sum(size for purpose, size in self.held.items() if purpose.endswith(HOST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +151,14 @@ def learner(config: RunConfig, policy: Architecture, critic: Architecture | None
     published = count(policy.tensors) * BYTES[dtype]
     if not config.engine.share_weights:
         moments["bucket of published weights"] = min(published, BUCKET_BYTES)
-        held["published weights (host)"] = published
+        held[f"published weights{HOST}"] = published
     return Memory(held, moments)
 
 
 def _model(trained: Mapping[str, Shape], learner: LearnerConfig, shards: Shards, base: int = 0) -> dict[str, int]:
     """Return the bytes of a model with its optimiser on one rank; ``base``: bytes of weights that are not trained."""
     weights = FLOAT * count(trained)
-    host = " (host)" if learner.offload_optimizer else ""
+    host = HOST if learner.offload_optimizer else ""
     held = {
         "weights": (base + weights) // shards.weights,
         "gradients": weights // shards.gradients,
