@@ -99,9 +99,8 @@ async def measure(model: Qwen3ForCausalLM, path: Path, engines: int, transport: 
     """Update ``engines`` engines ``updates`` times; return medians, and what the check of all tokens found."""
     import ray
 
-    actors = [
-        ray.remote(EngineActor).options(num_cpus=0, max_concurrency=100).remote(str(path)) for _ in range(engines)
-    ]
+    remote: Any = ray.remote(EngineActor)
+    actors = [remote.options(num_cpus=0, max_concurrency=100).remote(str(path)) for _ in range(engines)]
     state = {name: value.clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
     target = {name: torch.empty_like(value) for name, value in state.items()}
     staging: Staging = StoredStaging() if transport == "object store" else SharedStaging()

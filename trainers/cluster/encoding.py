@@ -8,17 +8,24 @@ Both ends belong to one run and trust each other: pickle executes what it reads.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
+import threading
 import traceback
 from typing import Any
+
+from ray import ObjectRef
 
 from agentkit.errors import AgentkitError, RoleError
 
 OUT_OF_BAND = 32 * 1024
 """Smallest contiguous buffer, in bytes, that is not copied into the pickle."""
 
-Encoded = tuple[bytes, list[Any]]
-"""A pickle and its out-of-band buffers."""
+Encoded = tuple[bytes, list[Any], list[Any]]
+"""A pickle, its out-of-band buffers, and the references to objects in it: Ray counts only those that it passes on."""
+
+_decoding = threading.local()
 
 
 class RemoteTraceback(Exception):
@@ -38,18 +45,36 @@ def encode(value: Any) -> Encoded:
         buffers.append(buffer)
         return False
 
-    return pickle.dumps(value, 5, buffer_callback=in_band), buffers
+    references: list[Any] = []
+
+    def reduce(reference: Any) -> tuple[Any, tuple[int]]:
+        references.append(reference)
+        return _reference, (len(references) - 1,)
+
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, 5, buffer_callback=in_band)
+    pickler.dispatch_table = {**copyreg.dispatch_table, ObjectRef: reduce}
+    pickler.dump(value)
+    return stream.getvalue(), buffers, references
 
 
 def decode(encoded: Encoded) -> Any:
     """Return the value that ``encode`` encoded. Raises the errors of unpickling."""
-    payload, buffers = encoded
-    return pickle.loads(payload, buffers=[bytearray(buffer) for buffer in buffers])
+    payload, buffers, references = encoded
+    _decoding.references = references
+    try:
+        return pickle.loads(payload, buffers=[bytearray(buffer) for buffer in buffers])
+    finally:
+        _decoding.references = None
+
+
+def _reference(index: int) -> Any:
+    return _decoding.references[index]
 
 
 def size(encoded: Encoded) -> int:
     """Return the number of bytes of an encoded value."""
-    payload, buffers = encoded
+    payload, buffers, _ = encoded
     return len(payload) + sum(memoryview(buffer).nbytes for buffer in buffers)
 
 

@@ -24,6 +24,7 @@ from agentkit.trainers.learner.files import writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.weights.base import BUCKET_BYTES, Staging, Weights
+from agentkit.trainers.weights.object_store import StoredStaging
 from agentkit.trainers.weights.shared_memory import SharedStaging
 
 Result = TypeVar("Result")
@@ -36,7 +37,7 @@ class Learner:
         self._config, self._rank, self._world_size, self._init_method = config, rank, world_size, init_method
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._training: Training | None = None
-        self._staging: Staging = SharedStaging()
+        self._staging: Staging = SharedStaging() if config.cluster is None else StoredStaging()
         self._closed = False
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
 
