@@ -131,6 +131,8 @@ def placement(settings: RunConfig) -> Iterator[str]:
     engines = engine.replicas * engine.tensor_parallel
     for name, number, role in (("learner", learner.ranks, learner), ("engine", engines, engine)):
         place = "a process each" if role.placement == "process" else "the process of the run"
+        if settings.cluster is not None:
+            place = f"actors, cluster {settings.cluster.address}"
         yield f"{name:<10} {number:>6}  {place:<28} {role.threads or 'all':>7}"
 
 

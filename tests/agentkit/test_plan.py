@@ -58,6 +58,17 @@ def test_quickstart_is_planned() -> None:
     assert "418,656 parameters" in plan("model.path=quickstart")
 
 
+def test_roles_of_a_cluster_are_placed_as_actors(folder: Path) -> None:
+    lines = plan(f"model.path={folder}", "cluster.address=auto", "learner.ranks=2", "engine.replicas=3").splitlines()
+    assert next(line for line in lines if line.startswith("learner ")).split()[1:5] == [
+        "2",
+        "actors,",
+        "cluster",
+        "auto",
+    ]
+    assert next(line for line in lines if line.startswith("engine ")).split()[1] == "3"
+
+
 def test_what_is_in_host_memory_is_told_apart(folder: Path) -> None:
     output = plan(f"model.path={folder}", "model.dtype=bfloat16")
     assert value(output, "of it in host memory") == value(output, "published weights (host)")
