@@ -144,9 +144,10 @@ def test_deepspeed_is_one_rank(configure, make_batch, on_ranks, tmp_path, size, 
 def test_hybrid_shards_are_one(configure, make_batch, on_ranks):
     """Also in bfloat16, up to its rounding: shards are float32, and gathered in bfloat16."""
     batches = [make_batch(22, groups=3, members=3)]
-    settings = {"backend": "fsdp", "shard_size": 2, "ranks": 4, "placement": "process"}
+    settings = {"backend": "fsdp", "shard_size": 2, "ranks": 4}
     half = RICH | {"model": {"dtype": "bfloat16"}}
-    result, in_half = on_ranks(4, [((configure(**sections(kind, **settings)), batches), {}) for kind in (RICH, half)])
+    configs = [configure(**sections(kind, **settings), cluster={}) for kind in (RICH, half)]
+    result, in_half = on_ranks(4, [((config, batches), {}) for config in configs])
     check(result, rank_worker.run(configure(**sections(RICH)), batches, 0, 1, None))
 
     expected = rank_worker.run(configure(**sections(half)), batches, 0, 1, None)
