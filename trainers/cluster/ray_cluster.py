@@ -48,14 +48,17 @@ RESERVE_S = 60.0
 """Seconds for resources that the cluster has, but that others may use."""
 
 # Survives a SIGKILL of its parent. At the end of its input it kills all processes that have the cluster's directory
-# among their arguments, and removes the directory. Ray's agents would live on for more than a minute.
+# among their arguments or open files, and removes the directory. Ray's agents would live on for more than a minute.
 _GUARD = """
 trap "" INT TERM HUP
 read -r _
 for attempt in 1 2 3; do
     for entry in /proc/[0-9]*; do
-        [ "${entry#/proc/}" = "$$" ] && continue
-        case "$(tr '\\0' ' ' < "$entry/cmdline" 2> /dev/null)" in *"$0"*) kill -s KILL "${entry#/proc/}" ;; esac
+        pid=${entry#/proc/}
+        [ "$pid" = "$$" ] || [ "$pid" = "$PPID" ] && continue
+        case "$(tr '\\0' ' ' < "$entry/cmdline" 2> /dev/null; ls -l "$entry/fd" 2> /dev/null)" in
+            *"$0"*) kill -s KILL "$pid" ;;
+        esac
     done
     rm -rf -- "$0" && break
     sleep 1
