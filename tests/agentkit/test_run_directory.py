@@ -22,7 +22,7 @@ def test_create_open_and_read_back(tmp_path: Path) -> None:
     config = config_for(tmp_path / "a" / "run", "learner.lr=3e-5")
     directory = RunDirectory.create(config)
     directory.release()
-    assert {item.name for item in directory.path.iterdir()} >= {"config.yaml", "checkpoints", "weights", "logs"}
+    assert {item.name for item in directory.path.iterdir()} >= {"config.yaml", "checkpoints", "logs"}
     assert RunDirectory.open(config.dir).config() == config
 
 
