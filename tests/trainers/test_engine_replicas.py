@@ -156,4 +156,3 @@ async def test_a_run_loses_an_engine_and_nothing_else(tmp_path: Path, async_rati
     assert last["engine/1/restarts"] == 1
     assert last["engine/0/version"] == last["engine/1/version"] == result.steps
     assert sum(last[f"engine/{index}/tokens_per_s"] for index in range(2)) == pytest.approx(last["engine/tokens_per_s"])
-    assert any(metrics["engine/1/tokens_per_s"] > 0 for metrics in view.metrics[-2:])

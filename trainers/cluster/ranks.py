@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """Seconds for a role's ``close`` before its processes are killed."""
+NOTICE_S = 1.0
+"""Seconds to notice the death of a rank after another one failed: the others fail in a collective because of it."""
 GRACE_S = 5.0
 """Seconds for the other ranks to finish their calls after one rank failed."""
 SHARED_BYTES = 100_000
@@ -132,7 +134,10 @@ class RemoteRole:
                 return await calls[0].future
             futures = [call.future for call in calls]
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-            for future, channel in zip(futures, self._channels, strict=True):
+            if any(future.done() and future.exception() is not None for future in futures):
+                await asyncio.wait(futures, timeout=NOTICE_S)
+            ended_first = sorted(zip(futures, self._channels, strict=True), key=lambda pair: pair[1].alive)
+            for future, channel in ended_first:
                 error = future.exception() if future.done() else None
                 if error is not None:
                     for other in futures:

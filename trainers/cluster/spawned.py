@@ -31,6 +31,8 @@ RoleT = TypeVar("RoleT")
 
 CLOSE_S = 30.0
 """Seconds for a role's ``close`` before its process is killed."""
+NOTICE_S = 1.0
+"""Seconds to notice the death of a rank after another one failed: the others fail in a collective because of it."""
 GRACE_S = 5.0
 """Seconds for the other ranks to finish their calls after one rank failed; they may hang in a collective."""
 
@@ -196,7 +198,10 @@ class RemoteRole:
                 return await requests[0].future
             futures = [request.future for request in requests]
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-            for future, process in zip(futures, self._processes, strict=True):
+            if any(future.done() and future.exception() is not None for future in futures):
+                await asyncio.wait(futures, timeout=NOTICE_S)
+            ended_first = sorted(zip(futures, self._processes, strict=True), key=lambda pair: pair[1].alive)
+            for future, process in ended_first:
                 error = future.exception() if future.done() else None
                 if error is not None:
                     for other in futures:

@@ -110,6 +110,7 @@ def test_several_ranks_are_one(configure, make_batch, on_ranks, backend, size):
 
 
 @pytest.mark.slow
+@pytest.mark.deepspeed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("size", "kind", "settings"),
