@@ -72,7 +72,7 @@ def examine() -> Iterator[Finding]:
         lambda: package("LoRA", "peft", "optional", "pip install 'agentkit-rl[lora]'"),
         lambda: package("vLLM", "vllm", "optional", "pip install 'agentkit-rl[vllm]', in a separate environment"),
         lambda: package("Ray", "ray", "optional", "pip install 'agentkit-rl[ray]'; only for a cluster section"),
-        lambda: package("DeepSpeed", "deepspeed", "optional", "pip install 'agentkit-rl[deepspeed]'; only for models beyond one GPU"),
+        lambda: package("DeepSpeed", "deepspeed", "optional", "pip install 'agentkit-rl[deepspeed]'; for large models"),
         lambda: package("TensorBoard", "tensorboard", "optional", "pip install 'agentkit-rl[tensorboard]'"),
         lambda: package("W&B", "wandb", "optional", "pip install 'agentkit-rl[wandb]'"),
         cpus,

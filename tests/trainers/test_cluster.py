@@ -238,6 +238,7 @@ class TestActor:
         assert not psutil.pid_exists(probe.pids[0])
 
     async def test_an_error_of_a_constructor_is_raised_and_leaves_nothing(self, spawned: Place) -> None:
+        before = _hosts()
         with pytest.raises(PickyError, match="code 7"):
             await spawned(spoil="agentkit")
         with pytest.raises(RoleError, match=r"has ended[\s\S]*no such driver"):
@@ -245,7 +246,7 @@ class TestActor:
         with pytest.raises(RoleError, match="was not constructed within 5 s"):
             await spawned(spoil="hang", start_timeout=5)
         end = time.monotonic() + 20
-        while left := [p for p in psutil.process_iter() if "ray::Host" in " ".join(p.cmdline()[:1]) and _is_ours(p)]:
+        while left := _hosts() - before:
             assert time.monotonic() < end, left
             await asyncio.sleep(0.2)
 
@@ -259,8 +260,14 @@ class TestActor:
             await spawned("cluster_roles:Nothing")
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    return os.getpid() in [parent.pid for parent in process.parents()]
+def _hosts() -> set[int]:
+    """Return the process ids of the actors of this process's cluster."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::Host" in " ".join(process.cmdline()[:1]):
+                found.add(process.pid)
+    return found
 
 
 class TestClose:
