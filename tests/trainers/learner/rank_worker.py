@@ -95,7 +95,7 @@ def run(
 
 def _record_deepspeed(gradients: list[np.ndarray]) -> Callable[[], None]:
     """Record gradients of DeepSpeed's engines, which have their own step; in the order of AdamW's groups."""
-    from deepspeed.utils import safe_get_full_grad
+    from deepspeed.utils import safe_get_full_grad  # pyright: ignore[reportMissingImports]
 
     from agentkit.trainers.learner.backends.deepspeed import DeepSpeed
 

@@ -4,6 +4,8 @@ Invariant: the module is only called through DeepSpeed's engine, whose hooks gat
 the number of ranks, because DeepSpeed averages gradients. Stage 0 is `Replicas`: DeepSpeed would apply NaN there.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import math
