@@ -1,4 +1,4 @@
-"""The router: one answer per request, one version behind it, whatever happens to its engines."""
+"""Every request to the router gets one answer, of one version, also when engines are lost."""
 
 from __future__ import annotations
 
