@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from agentkit.config import AlgorithmConfig
 from agentkit.errors import LearnerError
+from agentkit.trainers.algorithms.plugin import estimate_columns
+from agentkit.trainers.algorithms.shaping import with_length_penalty
+from agentkit.trainers.algorithms.uncertainty import disagreement, masks
 from agentkit.trainers.batch import Batch
 from agentkit.types import FloatArray
 
@@ -45,11 +48,13 @@ Estimator = Callable[[Batch, FloatArray, AlgorithmConfig], Estimate]
 
 
 def estimate(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
-    """Run the configured estimator and clip its advantages to ``±config.advantage_clip``.
+    """Add the length penalty, run the configured estimator, and clip its advantages to ``±config.advantage_clip``.
 
     ``values`` is float32 ``[M, N]`` with ``M`` critics, possibly 0.
     """
-    result = ESTIMATORS[config.advantage](batch, values, config)
+    batch = with_length_penalty(batch, config)
+    built_in = ESTIMATORS.get(config.advantage)
+    result = built_in(batch, values, config) if built_in else Estimate(*estimate_columns(batch, values, config))
     if config.advantage_clip is not None:
         clipped = np.clip(result.advantages, -config.advantage_clip, config.advantage_clip)
         result = result._replace(advantages=clipped)
@@ -67,6 +72,33 @@ def reinforce(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Esti
     turns = _turn_index(batch)
     to_go = _turn_returns(batch, turns, config.gamma)
     return _finish(batch, to_go[turns], to_go[turns])
+
+
+def chunk_returns(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``G_k = gamma^(chunks after k) * R``, the same for all tokens of chunk ``k`` (IPA, arXiv:2512.24873).
+
+    A chunk is a turn with an action token. The whole return ``R`` counts as earned at the end; no baseline.
+    """
+    turns = _turn_index(batch)
+    acted = (np.bincount(turns, weights=batch.mask) > 0).astype(np.float64)
+    last = batch.cu_seqlens[1:] - 1
+    chunks_until = np.cumsum(acted)[turns]
+    after = chunks_until[last][batch.sequence_ids] - chunks_until
+    to_go = config.gamma**after * episode_returns(batch)[batch.sequence_ids]
+    return _finish(batch, to_go, to_go)
+
+
+def raft(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``max(R, 0)``: imitate episodes with a positive return, without baseline (RAFT, arXiv:2304.06767)."""
+    returns = episode_returns(batch)
+    return _per_episode(batch, np.maximum(returns, 0.0), returns)
+
+
+def batch_mean(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """``R - mean of the batch``: one baseline for all episodes (FlashREINFORCE, NVIDIA 2026). Episodes without an
+    action token take no part."""
+    returns, acted = episode_returns(batch), batch.action_counts > 0
+    return _per_episode(batch, _deviations(returns, acted.astype(np.int64)), returns)
 
 
 def gigpo(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
@@ -127,34 +159,72 @@ def reinforce_pp_baseline(batch: Batch, values: FloatArray, config: AlgorithmCon
     return _finish(batch, _whiten(per_token, batch.mask), returns[batch.sequence_ids])
 
 
+def bilevel_gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """GAE over turns, then over the tokens of each turn, whitened over the batch (RAGEN, arXiv:2504.20073).
+
+    Over the last tokens ``e`` of turns: ``delta = r_e + gamma_high V(next e) - V(e)`` and ``A_e = delta + gamma_high
+    lam A_(next e)``. Within a turn, GAE with ``gamma`` towards ``A_e + V(e)`` as the reward of its last token, after
+    which the state has value 0. An episode that was cut off ends as in ``gae``.
+    """
+    value = _mean_value(values)
+    dense = _Dense(batch)
+    rewards, state_values = dense.gather(batch.rewards), dense.gather(np.roll(value, 1))
+    turn_ids = dense.gather(batch.turn_ids)
+    ends = np.diff(np.where(dense.valid, turn_ids, -1), axis=1, append=-1) != 0
+    following_end, lam = _final_values(batch, value), policy_lambda(batch, config)
+    turn_advantage, advantage, next_value = (np.zeros(batch.num_sequences) for _ in range(3))
+    advantages = np.zeros_like(rewards)
+    for t in range(dense.width - 1, -1, -1):
+        here, end, reward = state_values[:, t], dense.valid[:, t] & ends[:, t], rewards[:, t]
+        turn_delta = reward + config.gamma_high * following_end - here
+        turn_advantage = np.where(end, turn_delta + config.gamma_high * lam * turn_advantage, turn_advantage)
+        delta = reward + config.gamma * next_value - here
+        advantage = np.where(end, turn_advantage, delta + config.gamma * lam * advantage)
+        following_end, next_value = np.where(end, here, following_end), here
+        advantages[:, t] = advantage
+    return _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(advantages + state_values))
+
+
 def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation over action tokens alone, whitened over the batch.
 
     Observation tokens are not transitions: from the last token of an action, the next state is the one in which the
     next action's first token is chosen. An episode that was cut off ends in the state after its ``final_ids``; any
-    other one, also one without ``final_ids``, in a state of value 0. Several critics are averaged.
+    other one, also one without ``final_ids``, in a state of value 0. Several critics are averaged, and their
+    disagreement masks tokens (AsyPPO, arXiv:2510.01656).
     """
-    if len(values) == 0:
-        raise LearnerError("the gae advantage needs the values of at least one critic: add a critic section")
-    value = values.astype(np.float64).mean(axis=0)
+    value = _mean_value(values)
     dense = _Dense(batch)
     rewards, state_values = dense.gather(batch.rewards), dense.gather(np.roll(value, 1))
-
-    ends = np.maximum(batch.cu_seqlens[1:] - 1, 0)
-    # np.where instead of a product, because the last position of another episode may contain any value.
-    next_value = np.where(batch.bootstraps, value[ends], 0.0)
-    advantage = np.zeros(batch.num_sequences)
-    advantages = np.zeros_like(rewards)
+    next_value = _final_values(batch, value)
+    deltas = np.zeros_like(rewards)
     for t in range(dense.width - 1, -1, -1):
-        delta = rewards[:, t] + config.gamma * next_value - state_values[:, t]
-        advantage = np.where(dense.valid[:, t], delta + config.gamma * config.lam * advantage, advantage)
+        deltas[:, t] = rewards[:, t] + config.gamma * next_value - state_values[:, t]
         next_value = np.where(dense.valid[:, t], state_values[:, t], next_value)
-        advantages[:, t] = advantage
-    return _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(advantages + state_values))
+    advantages = dense.discounted_sums(deltas, config.gamma * policy_lambda(batch, config))
+    returns = dense.discounted_sums(deltas, config.gamma * config.critic_lam) + state_values
+
+    result = _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(returns))
+    uncertainty = disagreement(values[:, dense.positions - 1])
+    policy_kept, entropy_kept = masks(uncertainty, config.advantage_mask, config.entropy_mask)
+    result.policy_weight[dense.positions] = policy_kept
+    result.entropy_weight[dense.positions] = entropy_kept
+    return result
+
+
+def policy_lambda(batch: Batch, config: AlgorithmConfig) -> Double:
+    """GAE's lambda of each sequence, ``[S]``. ``length``: ``max(0, 1 - 1 / (1.5 n))`` with ``n`` action tokens (SAO,
+    arXiv:2607.07508)."""
+    if config.lam == "length":
+        return np.maximum(0.0, 1 - 1 / (1.5 * np.maximum(batch.action_counts, 1)))
+    return np.full(batch.num_sequences, config.lam)
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "reinforce": reinforce,
+    "chunk_returns": chunk_returns,
+    "raft": raft,
+    "batch_mean": batch_mean,
     "gigpo": gigpo,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -162,6 +232,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
+    "bilevel_gae": bilevel_gae,
 }
 
 
@@ -186,6 +257,27 @@ class _Dense:
         per_token = np.zeros(self.num_tokens)
         per_token[self.positions] = dense[self.rows, self.columns]
         return per_token
+
+    def discounted_sums(self, dense: Double, factor: Double | float) -> Double:
+        """``x_t + factor * x_{t+1} + factor^2 * x_{t+2} + ...``, with one factor for all rows or one for each."""
+        sums, following = np.zeros_like(dense), np.zeros(len(dense))
+        for t in range(self.width - 1, -1, -1):
+            following = np.where(self.valid[:, t], dense[:, t] + factor * following, following)
+            sums[:, t] = following
+        return sums
+
+
+def _mean_value(values: FloatArray) -> Double:
+    if len(values) == 0:
+        raise LearnerError("this advantage needs the values of at least one critic: add a critic section")
+    return values.astype(np.float64).mean(axis=0)
+
+
+def _final_values(batch: Batch, value: Double) -> Double:
+    """Value after the last token of episodes that were cut off, 0 for others; ``[S]``."""
+    ends = np.maximum(batch.cu_seqlens[1:] - 1, 0)
+    # np.where instead of a product, because the last position of another episode may contain any value.
+    return np.where(batch.bootstraps, value[ends], 0.0)
 
 
 def _masked(batch: Batch, per_token: np.ndarray) -> Double:
@@ -247,7 +339,9 @@ def _per_episode(batch: Batch, advantages: Double, returns: Double) -> Estimate:
 
 
 def _finish(batch: Batch, advantages: Double, returns: Double) -> Estimate:
-    weight = batch.mask.astype(np.float32)
     return Estimate(
-        _masked(batch, advantages).astype(np.float32), _masked(batch, returns).astype(np.float32), weight, weight
+        _masked(batch, advantages).astype(np.float32),
+        _masked(batch, returns).astype(np.float32),
+        batch.mask.astype(np.float32),
+        batch.mask.astype(np.float32),
     )

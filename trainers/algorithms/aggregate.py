@@ -6,13 +6,11 @@ Summing ``aggregate`` over any way of splitting a batch (by whole sequences) giv
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+from agentkit.plugins import Aggregation
 
 
 def denominator(kind: Aggregation, action_counts: np.ndarray, constant_length: int = 1) -> float:

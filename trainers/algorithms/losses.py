@@ -1,65 +1,71 @@
-"""Policy losses, KL terms, entropy and the critic's loss: pure functions over tensors of one shape ``[n]``.
+"""The policy objective: the registry of policy losses, KL terms, entropy and the critic's loss, over tensors ``[n]``.
 
 Invariant: nothing at a masked position reaches the loss, its gradient or a metric, not even NaN. A policy loss
 corrects for off-policy data against the *behaviour* log-probabilities that the engine recorded; a log-probability
-recomputed by the learner (``proximal``) never stands in for them.
-Formulas and sources: ``docs/algorithms.md``.
+recomputed by the learner (``proximal``) never stands in for them; only ``gspo`` is defined without them. No weight or
+mask of a loss changes a denominator.
+Formulas and sources: ``docs/algorithms.md``. The losses: ``surrogate`` and ``importance``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from agentkit.config import AlgorithmConfig
+from agentkit.plugins import LOSS, Aggregation
+from agentkit.trainers.algorithms import importance, plugin, surrogate
 from agentkit.trainers.algorithms.aggregate import aggregate
+from agentkit.trainers.algorithms.interface import (
+    LossFunction,
+    TokenInputs,
+    TokenLoss,
+    bounded,
+    likelihood_ratio,
+    setting,
+)
 
-Needed = Literal["policy", "behaviour", "proximal", "reference"]
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this before they are exponentiated, so that nothing overflows."""
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """Inputs of a policy loss; every tensor has the shape ``[n]``."""
-
-    logprobs: Mapping[str, Tensor]
-    """``policy`` (with gradient), and those of ``behaviour``, ``proximal``, ``reference`` that the loss needs."""
-    advantages: Tensor
-    policy_weight: Tensor
-    entropy: Tensor
-    """Entropy of the policy's distribution at each token; with gradient if there is an entropy bonus."""
-    entropy_weight: Tensor
-    mask: Tensor
-    """bool: the token is an action."""
-    turn_ids: Tensor
-    sequence_ids: Tensor
-    """int64, from 0: the token's sequence in this micro-batch."""
-
-
-class TokenLoss(NamedTuple):
-    """Loss of each token and, for metrics, whether it was clipped or masked out (bool)."""
-
-    loss: Tensor
-    clipped: Tensor
-    masked: Tensor
+POLICY_LOSSES: dict[str, LossFunction] = {
+    "pg": surrogate.pg,
+    "ppo": surrogate.ppo,
+    "cispo": surrogate.cispo,
+    "gspo": surrogate.gspo,
+    "sapo": surrogate.sapo,
+    "decoupled_ppo": importance.decoupled_ppo,
+    "tis": importance.tis,
+    "mis": importance.mis,
+    "seq_tis": importance.seq_tis,
+    "seq_mis": importance.seq_mis,
+    "dis": importance.dis,
+    "topr": importance.topr,
+    "chunk_topr": importance.chunk_topr,
+    "raft": surrogate.pg,
+    "raft_pp": surrogate.ppo,
+    "flash_reinforce": importance.flash_reinforce,
+    "kimi": surrogate.kimi,
+}
+"""Built-in losses; ``agentkit.plugins.LOSS`` holds what each declares."""
 
 
-class PolicyLoss(NamedTuple):
-    """A loss function with the log-probabilities that it needs."""
+def policy_loss(config: AlgorithmConfig) -> LossFunction:
+    """Return the configured loss: a built-in one or a plug-in."""
+    return POLICY_LOSSES.get(config.loss, _plugin_loss)
 
-    needs: frozenset[Needed]
-    function: Callable[[TokenInputs, AlgorithmConfig], TokenLoss]
+
+def _plugin_loss(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
+    return TokenLoss(*plugin.token_loss(inputs, config))
+
+
+def aggregation(config: AlgorithmConfig) -> Aggregation:
+    """Return the configured aggregation, or the one that the loss is defined with."""
+    return config.aggregation or LOSS.traits(config.loss).aggregation or "token_mean"
 
 
 def needed_logprobs(config: AlgorithmConfig) -> frozenset[str]:
     """Log-probabilities that training under ``config`` needs, those of a KL term included."""
-    needs = set(POLICY_LOSSES[config.loss].needs) | {"policy", "behaviour"}
+    needs = set(LOSS.traits(config.loss).needs) | {"policy", "behaviour"}
     if config.kl != "none":
         needs.add("reference")
     return frozenset(needs)
@@ -72,7 +78,7 @@ def policy_objective(inputs: TokenInputs, config: AlgorithmConfig, divisor: floa
     which ``metrics`` makes means.
     """
     inputs = sanitise(inputs)
-    token = POLICY_LOSSES[config.loss].function(inputs, config)
+    token = policy_loss(config)(inputs, config)
     total = inputs.policy_weight * token.loss
     sums = {
         "clip_fraction": token.clipped.float(),
@@ -80,14 +86,14 @@ def policy_objective(inputs: TokenInputs, config: AlgorithmConfig, divisor: floa
     }
 
     if config.kl != "none":
-        log_ratio = _bounded(inputs.logprobs["policy"] - inputs.logprobs["reference"])
+        log_ratio = bounded(inputs.logprobs["policy"] - inputs.logprobs["reference"])
         sums["kl_reference"] = kl_estimate(config.kl, log_ratio)
         if config.kl_in == "loss" and config.kl_coef > 0:
-            total = total + config.kl_coef * kl_loss(config.kl, inputs, config.is_cap)
+            total = total + config.kl_coef * kl_loss(config.kl, inputs, setting(config.is_cap, 2.0))
     if config.entropy_coef > 0:
         total = total - config.entropy_coef * inputs.entropy_weight * inputs.entropy
 
-    log_weight = _bounded(inputs.logprobs["policy"] - inputs.logprobs["behaviour"]).detach()
+    log_weight = bounded(inputs.logprobs["policy"] - inputs.logprobs["behaviour"]).detach()
     weight = log_weight.exp()
     sums |= {
         "entropy": inputs.entropy,
@@ -99,7 +105,7 @@ def policy_objective(inputs: TokenInputs, config: AlgorithmConfig, divisor: floa
     summed = {
         name: torch.where(mask, value.detach(), torch.zeros_like(value)).double().sum() for name, value in sums.items()
     }
-    return aggregate(config.aggregation, total, mask, inputs.sequence_ids, divisor), summed
+    return aggregate(aggregation(config), total, mask, inputs.sequence_ids, divisor), summed
 
 
 def sanitise(inputs: TokenInputs) -> TokenInputs:
@@ -120,52 +126,6 @@ def sanitise(inputs: TokenInputs) -> TokenInputs:
     )
 
 
-def ppo(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
-    """Clipped surrogate with ``r = policy / behaviour``, optionally with the dual clip."""
-    return _clipped_surrogate(inputs, inputs.logprobs["behaviour"], config)
-
-
-def decoupled_ppo(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``w * clipped surrogate`` with ``r = policy / proximal``, ``w = proximal / behaviour``; tokens with
-    ``w > is_cap`` are masked out."""
-    weight = _ratio(inputs.logprobs["proximal"], inputs.logprobs["behaviour"]).detach()
-    surrogate = _clipped_surrogate(inputs, inputs.logprobs["proximal"], config)
-    dropped = weight > config.is_cap
-    loss = torch.where(dropped, torch.zeros_like(weight), weight) * surrogate.loss
-    return TokenLoss(loss, surrogate.clipped, dropped)
-
-
-def tis(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``min(w, is_cap) * clipped surrogate`` with ``r = policy / proximal``, ``w = proximal / behaviour``."""
-    weight = _ratio(inputs.logprobs["proximal"], inputs.logprobs["behaviour"]).detach()
-    surrogate = _clipped_surrogate(inputs, inputs.logprobs["proximal"], config)
-    return TokenLoss(weight.clamp(max=config.is_cap) * surrogate.loss, surrogate.clipped, surrogate.masked)
-
-
-def cispo(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log policy`` with ``r = policy / behaviour``: the weight is
-    clipped, no token's gradient is lost."""
-    policy = inputs.logprobs["policy"]
-    ratio = _ratio(policy, inputs.logprobs["behaviour"]).detach()
-    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return TokenLoss(-weight * inputs.advantages * policy, weight != ratio, torch.zeros_like(inputs.mask))
-
-
-def pg(inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
-    """``-A * log policy``: no correction, for on-policy data."""
-    never = torch.zeros_like(inputs.mask)
-    return TokenLoss(-inputs.advantages * inputs.logprobs["policy"], never, never)
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(frozenset({"policy", "behaviour"}), ppo),
-    "decoupled_ppo": PolicyLoss(frozenset({"policy", "behaviour", "proximal"}), decoupled_ppo),
-    "tis": PolicyLoss(frozenset({"policy", "behaviour", "proximal"}), tis),
-    "cispo": PolicyLoss(frozenset({"policy", "behaviour"}), cispo),
-    "pg": PolicyLoss(frozenset({"policy"}), pg),
-}
-
-
 def kl_estimate(kind: Literal["none", "k1", "k2", "k3"], log_ratio: Tensor) -> Tensor:
     """Per-sample estimate of ``KL(p || q)`` from ``log_ratio = log p - log q`` of samples of ``p`` (Schulman 2020)."""
     if kind == "k1":
@@ -182,8 +142,8 @@ def kl_loss(kind: Literal["none", "k1", "k2", "k3"], inputs: TokenInputs, cap: f
     weight (without it k1's is zero on average and k3's is biased); k2's own gradient is the right one.
     """
     policy = inputs.logprobs["policy"]
-    weight = _ratio(policy, inputs.logprobs["behaviour"]).detach().clamp(max=cap)
-    estimate = kl_estimate(kind, _bounded(policy - inputs.logprobs["reference"]))
+    weight = likelihood_ratio(policy, inputs.logprobs["behaviour"]).detach().clamp(max=cap)
+    estimate = kl_estimate(kind, bounded(policy - inputs.logprobs["reference"]))
     if kind == "k2":
         return weight * estimate
     return weight * torch.exp(policy - policy.detach()) * estimate
@@ -198,24 +158,3 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         clipped = old_values + (values - old_values).clamp(-clip, clip)
         loss = torch.maximum(loss, (clipped - returns) ** 2)
     return 0.5 * loss
-
-
-def _clipped_surrogate(inputs: TokenInputs, old: Tensor, config: AlgorithmConfig) -> TokenLoss:
-    advantages = inputs.advantages
-    ratio = _ratio(inputs.logprobs["policy"], old)
-    free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss, was_clipped = torch.maximum(free, clipped), clipped > free
-    if config.dual_clip is not None:
-        bound = -advantages * config.dual_clip
-        beyond = (advantages < 0) & (loss > bound)
-        loss, was_clipped = torch.where(beyond, bound, loss), was_clipped | beyond
-    return TokenLoss(loss, was_clipped, torch.zeros_like(inputs.mask))
-
-
-def _ratio(logprob: Tensor, old: Tensor) -> Tensor:
-    return _bounded(logprob - old).exp()
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentkit.errors import LearnerError
 from agentkit.trainers.learner.microbatches import Layout
 
 MAX_LOGITS = 2**26
@@ -30,16 +31,22 @@ class Scorer(nn.Module):
         self.dtype = dtype
         self.head_is_last = self._head_is_last()
 
-    def forward(self, layout: Layout, temperature: float, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, layout: Layout, temperature: float, *, entropy_gradient: bool = False, trunk_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each action token and the entropy of its distribution.
 
-        Both float32 ``[n]``; the entropy has a gradient only if ``entropy_gradient``.
+        Both float32 ``[n]``; the entropy has a gradient only if ``entropy_gradient``. With ``trunk_only``, compute no
+        logits and return two empty tensors: for a pass that reads something inside the model.
         """
         with self._autocast(layout.ids.device):
+            if trunk_only:
+                nothing = self.causal_lm.base_model(**inputs_of(layout)).last_hidden_state.new_empty(0)
+                return nothing, nothing
             if not self.head_is_last:
-                logits = self.causal_lm(input_ids=layout.ids, use_cache=False).logits[layout.rows, layout.columns]
+                logits = self.causal_lm(**inputs_of(layout)).logits[layout.rows, layout.columns]
                 return _distribution(logits, layout.targets, temperature, entropy_gradient)
-            hidden = self._hidden_states(layout.ids)[layout.rows, layout.columns]
+            hidden = self.causal_lm.base_model(**inputs_of(layout)).last_hidden_state[layout.rows, layout.columns]
 
             def head(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
                 return _distribution(self._head(hidden), targets, temperature, entropy_gradient)
@@ -56,10 +63,6 @@ class Scorer(nn.Module):
         """Compute in the configured type."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-    def _hidden_states(self, ids: Tensor) -> Tensor:
-        """Output of the trunk for right-padded ``ids`` ``[B, T]``: ``[B, T, hidden]``."""
-        return self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-
     def _head(self, hidden: Tensor) -> Tensor:
         """Logits of the hidden states ``[n, hidden]``: ``[n, vocabulary]``."""
         output: Any = self.causal_lm.get_output_embeddings()
@@ -71,8 +74,34 @@ class Scorer(nn.Module):
         ids = torch.arange(8, device=self.causal_lm.device)[None]
         with self._autocast(ids.device):
             whole = self.causal_lm(input_ids=ids, use_cache=False).logits
-            split = self._head(self._hidden_states(ids))
+            split = self._head(self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         return torch.allclose(whole.float(), split.float(), rtol=1e-3, atol=1e-4)
+
+
+def inputs_of(layout: Layout) -> dict[str, Any]:
+    """Arguments of a transformers model."""
+    packed = {} if layout.position_ids is None else {"position_ids": layout.position_ids}
+    return {"input_ids": layout.ids, "use_cache": False, **packed}
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel) -> None:
+    """Raise ``LearnerError`` if ``model`` does not keep packed sequences apart."""
+    vocabulary, length, end = model.config.get_text_config().vocab_size, 14, 8
+    ids = torch.arange(length, device=model.device)[None] % vocabulary
+    positions = torch.arange(length, device=model.device)[None]
+    positions = torch.where(positions < end, positions, positions - end)
+
+    def hidden(ids: Tensor, **options: Any) -> Tensor:
+        return model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state.float()
+
+    packed, apart = hidden(ids, position_ids=positions), torch.cat([hidden(ids[:, :end]), hidden(ids[:, end:])], 1)
+    difference = float((packed - apart).norm() / apart.norm())
+    if not difference <= (1e-4 if model.dtype == torch.float32 else 2e-2):
+        raise LearnerError(
+            f"learner.packing=true: {type(model).__name__} does not keep packed sequences apart (its output differs by "
+            f"{difference:.1e}): set learner.packing=false"
+        )
 
 
 def _distribution(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,13 @@ class MicroBatch:
     """A filler keeps the ranks in step; its tokens have weight zero."""
     most_actions: int = 0
     """Action tokens of the rank that has most of them in the same forward pass."""
+    packed: bool = False
+    """Whether the sequences stand one after the other in one row, instead of padded in a row each."""
 
 
-def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
+def plan(
+    lengths: Indices, sequences: Indices, ranks: int, max_tokens: int, *, packed: bool = False
+) -> list[list[MicroBatch]]:
     """Deal ``sequences`` to ranks and cut each rank's share into micro-batches.
 
     ``lengths``: tokens of every sequence of the batch, ``[S]``; ``sequences``: indices of those to compute. A
@@ -49,37 +53,49 @@ def plan(lengths: Indices, sequences: Indices, ranks: int, max_tokens: int) -> l
         load[rank] += lengths[index]
 
     planned = [
-        [MicroBatch(np.array(chunk, np.int64)) for chunk in _cut(share, lengths, max_tokens)] for share in shares
+        [MicroBatch(np.array(chunk, np.int64), packed=packed) for chunk in _cut(share, lengths, max_tokens, packed)]
+        for share in shares
     ]
     most = max(len(share) for share in planned)
-    filler = MicroBatch(longest_first[-1:], filler=True)
+    filler = MicroBatch(longest_first[-1:], filler=True, packed=packed)
     return [share + [filler] * (most - len(share)) for share in planned]
 
 
-def share(batch: Batch, sequences: Indices, rank: int, ranks: int, max_tokens: int) -> list[MicroBatch]:
+def share(
+    batch: Batch, sequences: Indices, rank: int, ranks: int, max_tokens: int, *, packed: bool = False
+) -> list[MicroBatch]:
     """Return the micro-batches of one rank, each with what the others compute at the same time."""
-    plans = plan(batch.lengths, sequences, ranks, max_tokens)
+    plans = plan(batch.lengths, sequences, ranks, max_tokens, packed=packed)
     actions = [[int(batch.action_counts[micro.sequences].sum()) for micro in of_rank] for of_rank in plans]
     return [replace(micro, most_actions=max(column)) for micro, *column in zip(plans[rank], *actions, strict=True)]
 
 
-def _cut(longest_first: list[int], lengths: Indices, max_tokens: int) -> Iterator[list[int]]:
+def _cut(longest_first: list[int], lengths: Indices, max_tokens: int, packed: bool) -> Iterator[list[int]]:
     chunk: list[int] = []
     for index in longest_first:
-        if chunk and (len(chunk) + 1) * lengths[chunk[0]] > max_tokens:
+        longer = [*chunk, index]
+        tokens = lengths[longer].sum() if packed else len(longer) * lengths[longer[0]]
+        if chunk and tokens > max_tokens:
             yield chunk
-            chunk = []
-        chunk.append(index)
+            longer = [index]
+        chunk = longer
     if chunk:
         yield chunk
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One micro-batch as tensors: ``B`` right-padded sequences of at most ``T`` tokens, ``n`` of which are actions."""
+    """One micro-batch of ``S`` sequences as tensors; ``n`` of their tokens are actions.
+
+    Padded: ``B = S`` rows of at most ``T`` tokens. Packed: one row of all tokens.
+    """
 
     ids: Tensor
     """int64 ``[B, T]``. Padding follows the text, so that a causal model needs no attention mask."""
+    position_ids: Tensor | None
+    """Packed: int64 ``[1, T]``, from 0 in each sequence. This tells transformers to keep the sequences apart."""
+    sequences: Tensor
+    """int64 ``[n]``: which of the ``S`` sequences each action token belongs to."""
     rows: Tensor
     columns: Tensor
     """int64 ``[n]``: where the output stands that chose each action token: one position before it."""
@@ -89,37 +105,47 @@ class Layout:
     """int64 ``[n]``, on the CPU: indices of the action tokens in the flat batch."""
     mask: Tensor
     """bool ``[n]``: all True, or all False for a filler."""
+    last_rows: Tensor
     last_columns: Tensor
-    """int64 ``[B]``: where each sequence's last token stands."""
+    """int64 ``[S]``: where each sequence's last token stands."""
     last_positions: Tensor
-    """int64 ``[B]``, on the CPU: indices of the last tokens in the flat batch."""
+    """int64 ``[S]``, on the CPU: indices of the last tokens in the flat batch."""
     most_actions: int
     """Maximum of ``n`` over the ranks."""
 
 
 def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
-    """Pad one micro-batch and find its action tokens."""
+    """Pad or pack one micro-batch and find its action tokens."""
     lengths = batch.lengths[micro.sequences]
     starts = batch.cu_seqlens[micro.sequences]
-    ids = np.zeros((len(lengths), int(lengths.max())), np.int64)
-    real = np.arange(ids.shape[1]) < lengths[:, None]
-    flat = (starts[:, None] + np.arange(ids.shape[1]))[real]
-    ids[real] = batch.tokens[flat]
-    action = np.zeros_like(real)
-    action[real] = batch.mask[flat]
-    rows, columns = np.nonzero(action)
+    longest = int(lengths.max())
+    real = np.arange(longest) < lengths[:, None]
+    flat = (starts[:, None] + np.arange(longest))[real]
+    sequences, offsets = np.nonzero(real)  # of each token
+    if micro.packed:
+        rows, columns = np.zeros_like(sequences), np.arange(len(flat))
+        ids = batch.tokens[flat].astype(np.int64)[None]
+    else:
+        rows, columns = sequences, offsets
+        ids = np.zeros(real.shape, np.int64)
+        ids[real] = batch.tokens[flat]
+    action = batch.mask[flat]
+    last = np.cumsum(lengths) - 1
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return Layout(
         ids=on_device(ids),
-        rows=on_device(rows),
-        columns=on_device(columns - 1),
-        targets=on_device(ids[rows, columns]),
-        positions=torch.from_numpy(starts[rows] + columns),
-        mask=on_device(np.full(len(rows), not micro.filler)),
-        last_columns=on_device(lengths - 1),
+        position_ids=on_device(offsets[None]) if micro.packed else None,
+        sequences=on_device(sequences[action]),
+        rows=on_device(rows[action]),
+        columns=on_device(columns[action] - 1),
+        targets=on_device(batch.tokens[flat[action]].astype(np.int64)),
+        positions=torch.from_numpy(flat[action]),
+        mask=on_device(np.full(int(action.sum()), not micro.filler)),
+        last_rows=on_device(rows[last]),
+        last_columns=on_device(columns[last]),
         last_positions=torch.from_numpy(starts + lengths - 1),
-        most_actions=max(len(rows), micro.most_actions),
+        most_actions=max(int(action.sum()), micro.most_actions),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +20,14 @@ from transformers import PreTrainedModel
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, LearnerError
 from agentkit.trainers.batch import Batch
+from agentkit.trainers.cpu_threads import use_threads
 from agentkit.trainers.learner.files import writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
-from agentkit.trainers.weights.base import BUCKET_BYTES, Staging, Weights
-from agentkit.trainers.weights.object_store import StoredStaging
-from agentkit.trainers.weights.shared_memory import SharedStaging
+from agentkit.trainers.weights.base import BUCKET_BYTES, Bucket, Staging, Weights
+from agentkit.trainers.weights.choose import staging_of
+from agentkit.trainers.weights.sender import Sender
+from agentkit.trainers.weights.sent import SentWeights
 
 Result = TypeVar("Result")
 
@@ -35,9 +37,12 @@ class Learner:
 
     def __init__(self, config: RunConfig, *, rank: int = 0, world_size: int = 1, init_method: str | None = None):
         self._config, self._rank, self._world_size, self._init_method = config, rank, world_size, init_method
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        threads = config.learner.threads or torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "learner", initializer=use_threads, initargs=(threads,))
         self._training: Training | None = None
-        self._staging: Staging = SharedStaging() if config.cluster is None else StoredStaging()
+        self._staging: Staging | None = None
+        self._published: int | None = None
+        """The version that was published and that the weights still are."""
         self._closed = False
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
 
@@ -53,23 +58,45 @@ class Learner:
 
         Rewards and recorded log-probabilities are ignored. Raises ``LearnerError`` on a non-finite loss.
         """
+        self._published = None
         return await self._compute(lambda: self._ready.imitate(batch, lr))
 
     async def train(self, batch: Batch, step: int) -> dict[str, float]:
         """Train on one global batch (all minibatches and epochs); ``step`` is the run's training step, from 0.
 
-        Returns metrics ``policy/…`` and ``critic/…``. Raises ``LearnerError`` on a non-finite loss, which is not
-        applied.
+        Returns metrics ``policy/…``, ``critic/…`` and ``credit/…``. Raises ``LearnerError`` on a non-finite loss, which
+        is not applied.
         """
+        self._published = None
         return await self._compute(lambda: self._ready.train(batch, step))
 
-    async def publish(self, version: int) -> Weights:
-        """Stage the policy's weights (plain names, adapters merged) as ``version``, for any number of engines.
+    async def credit_heads(self) -> dict[str, Any] | None:
+        """Layers and head sets of the last batch's attention-rhythm credit; None before the first, or without it."""
+        credit = self._ready.credit
+        return await self._compute(credit.state) if credit is not None else None
 
-        They stay available until the next ``publish`` or ``close``. Rank 0 returns them. Raises ``LearnerError`` when
-        there is no room.
+    async def publish(self, version: int) -> Weights:
+        """Publish the policy's weights (plain names, adapters merged) as ``version``, for any number of engines.
+
+        Staged ones stay available until the next ``publish`` or ``close``. Those that are ``sent`` need ``send`` for
+        each update, and are available until they change. Rank 0 returns them. Raises ``LearnerError`` when there is no
+        room.
         """
-        return await self._compute(lambda: self._publish(version))
+        weights = await self._compute(lambda: self._stage(version))
+        self._published = version
+        return weights
+
+    async def send(self, weights: SentWeights) -> int:
+        """Send published weights to engines that update to them at the same time; return how many receivers got them.
+
+        If they have changed since, returns 0 at once, and the engines raise ``WeightsUnavailable``.
+        """
+        sender = self._staging
+        assert isinstance(sender, Sender)
+        if self._published != weights.version:
+            sender.refuse(weights, "the learner has trained since it published them")
+            return 0
+        return await self._compute(lambda: sender.send(weights, self._buckets))
 
     async def export(self, directory: Path) -> None:
         """Write model and tokenizer as a Hugging Face directory that transformers and vLLM load."""
@@ -81,13 +108,15 @@ class Learner:
 
     async def load(self, directory: Path) -> None:
         """Restore a state that ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or does not fit."""
+        self._published = None
         await self._compute(lambda: self._load(Path(directory)))
 
     async def close(self) -> None:
         """Leave the ranks, release the staged weights and stop the thread after its current call. Idempotent."""
         if self._closed:
             return
-        await self._compute(self._staging.release)
+        if self._staging is not None:
+            await self._compute(self._staging.release)
         if self._training is not None:
             training, self._training = self._training, None
             await self._compute(training.close)
@@ -116,20 +145,21 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         training = self._training = Training(self._config, self._rank, self._world_size, self._init_method)
+        self._staging = staging_of(self._config, rank=self._rank, ranks=self._world_size, device=str(training.device))
         return {
             "parameters": training.policy.size,
             "trainable": training.policy.trained_size,
             "device": str(training.device),
         }
 
-    def _publish(self, version: int) -> Weights:
+    def _stage(self, version: int) -> Weights:
+        assert self._staging is not None
+        return self._staging.stage(version, self._buckets())
+
+    def _buckets(self) -> Iterator[Bucket]:
+        """Gather the policy's weights from all ranks, which all iterate."""
         training = self._ready
-        buckets = training.policy.buckets(BUCKET_BYTES, training.backend.whole)
-        if self._rank == 0:
-            return self._staging.stage(version, buckets)
-        for _ in buckets:  # gathered from all ranks
-            pass
-        return None  # type: ignore[return-value]  # the caller gets rank 0's
+        return training.policy.buckets(BUCKET_BYTES, training.backend.whole)
 
     def _export(self, directory: Path) -> None:
         state = self._plain_state()

@@ -17,14 +17,25 @@ from torch import Tensor
 
 from agentkit.config import ModelConfig, RunConfig
 from agentkit.errors import LearnerError
-from agentkit.trainers.algorithms.advantages import estimate
+from agentkit.trainers.algorithms.advantages import Estimate, estimate
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
-from agentkit.trainers.algorithms.losses import TokenInputs, kl_estimate, needed_logprobs, policy_objective
+from agentkit.trainers.algorithms.interface import TokenInputs
+from agentkit.trainers.algorithms.losses import aggregation, kl_estimate, needed_logprobs, policy_objective
+from agentkit.trainers.algorithms.uncertainty import deal, disagreement
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.backends.base import Snapshot
 from agentkit.trainers.learner.backends.choose import build_backend
-from agentkit.trainers.learner.critic import Critic, explained_variance
+from agentkit.trainers.learner.credit import Credit
+from agentkit.trainers.learner.critic import Critic
 from agentkit.trainers.learner.files import read_state, write_state
+from agentkit.trainers.learner.forward import check_packing
+from agentkit.trainers.learner.metrics import (
+    Sums,
+    critic_metrics,
+    disagreement_metrics,
+    policy_metrics,
+    product_sums,
+)
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out, share
 from agentkit.trainers.learner.policy import PolicyModel
 from agentkit.trainers.learner.ranks import Ranks
@@ -49,6 +60,10 @@ class Training:
         self.policy = PolicyModel(model, config.seed)
         self.ranks = Ranks(rank, world_size, init_method, device)
         torch.manual_seed(config.seed + rank)
+        if config.learner.packing:
+            check_packing(self.policy.causal_lm)
+        credit = config.algorithm.credit != "none"
+        self.credit = Credit(config.algorithm, self.policy.causal_lm, self.ranks) if credit else None
         self.backend = build_backend(self.policy.scorer, config.learner, self.ranks, "policy's")
         self.critics: list[Critic] = []
         self.reference: Snapshot | None = None
@@ -69,7 +84,7 @@ class Training:
         self.policy.train_mode(True)
         for layout, last in self._layouts(batch, sequences):
             logprobs, _ = self._forward(layout)
-            loss = aggregate("token_mean", -logprobs, layout.mask, layout.rows, divisor)
+            loss = aggregate("token_mean", -logprobs, layout.mask, layout.sequences, divisor)
             self.backend.backward(loss, last=last)
             total += loss.detach()
         self.policy.train_mode(False)
@@ -83,21 +98,24 @@ class Training:
         sequences = _trainable_sequences(batch)
         if self.batches == 0:
             self._begin()
-        columns, metrics = self._columns(batch, sequences)
-        only_critic = config.critic is not None and self.batches < config.critic.warmup_steps
-        policy_parts: list[dict[str, float]] = []
-        critic_parts: list[dict[str, float]] = []
-        for minibatch in self._minibatches(batch, sequences, step):
-            if not only_critic:
+        columns, values, estimated = self._columns(batch, sequences)
+        only_critics = config.critic is not None and self.batches < config.critic.warmup_steps
+        metrics: dict[str, float] = {}
+        if self.credit is not None and not only_critics:
+            metrics |= self._give_credit(self.credit, batch, sequences, columns)
+        policy_parts: list[Sums] = []
+        critic_parts: list[list[Sums]] = [[] for _ in self.critics]
+        for number, minibatch in enumerate(self._minibatches(batch, sequences, step)):
+            for index, parts in enumerate(critic_parts):
+                parts += self._critic_updates(index, batch, minibatch, columns, number)
+            if not only_critics:
                 policy_parts.append(self._policy_update(batch, minibatch, columns))
-            for index, critic in enumerate(self.critics):
-                micro_batches = self._plan(batch, minibatch)
-                old = columns[f"old_values_{index}"]
-                part = critic.step(batch, micro_batches, minibatch, columns["returns"], old)
-                critic_parts.append(part)
         self.batches += 1
-        metrics |= _policy_metrics(policy_parts)
-        metrics |= {f"critic/{name}": _mean(critic_parts, name) for name in (critic_parts[0] if critic_parts else ())}
+        metrics |= policy_metrics(policy_parts)
+        if self.critics:
+            metrics |= critic_metrics(critic_parts, values, estimated, batch.mask)
+        if len(self.critics) > 1:
+            metrics |= disagreement_metrics(columns["disagreement"].numpy(), estimated, batch.mask)
         return metrics
 
     def save(self, directory: Path) -> None:
@@ -110,7 +128,8 @@ class Training:
                 self.backend.save_weights(directory / "reference")
         random = self.ranks.collect(self._random_state())
         if self.ranks.rank == 0:
-            state = {"batches": self.batches, "policy_steps": self.policy_steps, "random": random}
+            heads = self.credit.state() if self.credit else None
+            state = {"batches": self.batches, "policy_steps": self.policy_steps, "random": random, "heads": heads}
             write_state(directory / "learner.pt", state)
 
     def load(self, directory: Path) -> None:
@@ -122,11 +141,19 @@ class Training:
         self.backend.load(directory / "policy")
         self.batches, self.policy_steps = state["batches"], state["policy_steps"]
         self.reference, self.critics = None, []
+        if self.credit is not None:
+            self.credit.restore(state.get("heads"))
         if self.batches > 0:
             self._add_models()
             if self.reference is not None and self.ranks.from_first((directory / "reference").is_dir):
                 with self.backend.swapped(self.reference):
                     self.backend.load_weights(directory / "reference")
+            saved = self.ranks.from_first(lambda: len(list(directory.glob("critic-*"))))
+            if saved != len(self.critics):
+                raise LearnerError(
+                    f"the checkpoint has {saved} critics, and critic.count asks for {len(self.critics)}: set "
+                    f"critic.count={saved}, or start a new run"
+                )
             for index, critic in enumerate(self.critics):
                 critic.backend.load(directory / f"critic-{index}")
         if self.ranks.rank < len(state["random"]):
@@ -157,15 +184,19 @@ class Training:
         config = self.config
         if config.algorithm.kl != "none":
             self.reference = self.backend.snapshot()
-        if config.critic is not None:
-            self.critics = [Critic(config.critic, config.learner, self.policy, self.backend, config.seed)]
+        if (critic := config.critic) is not None:
+            self.critics = [
+                Critic(critic, config.learner, self.policy, self.backend, config.seed, index)
+                for index in range(critic.count)
+            ]
 
     def _forward(self, layout: Layout, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         temperature = self.config.rollout.temperature
         return self.backend.module(layout, temperature, entropy_gradient=entropy_gradient)
 
     def _plan(self, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-        return share(batch, sequences, self.ranks.rank, self.ranks.size, self.config.learner.max_tokens)
+        learner = self.config.learner
+        return share(batch, sequences, self.ranks.rank, self.ranks.size, learner.max_tokens, packed=learner.packing)
 
     def _layouts(self, batch: Batch, sequences: np.ndarray) -> Iterator[tuple[Layout, bool]]:
         """This rank's micro-batches, each with whether it is the last one."""
@@ -183,8 +214,11 @@ class Training:
             for chosen in np.array_split(order, learner.minibatches):
                 yield sequences[np.isin(batch.group_ids[sequences], chosen)]
 
-    def _columns(self, batch: Batch, sequences: np.ndarray) -> tuple[Columns, dict[str, float]]:
-        """Score the batch where the algorithm needs it, and estimate advantages over the whole batch."""
+    def _columns(self, batch: Batch, sequences: np.ndarray) -> tuple[Columns, FloatArray, Estimate]:
+        """Score the batch where the algorithm needs it, and estimate advantages over the whole batch.
+
+        Returns the inputs of the losses, the critics' values of each token's state ``[M, N]``, and the estimate.
+        """
         algorithm, columns = self.config.algorithm, {}
         behaviour = np.where(batch.mask, batch.logprobs, 0).astype(np.float32)
         columns["behaviour"] = behaviour
@@ -197,16 +231,27 @@ class Training:
                 batch = replace(batch, rewards=batch.rewards - algorithm.kl_coef * penalty)
         if "proximal" in needs and self._steps_per_batch > 1:
             columns["proximal"] = self._scored(batch, sequences, self._logprobs_at)
-        values = [self._scored(batch, sequences, critic.values_at) for critic in self.critics]
-        estimated = estimate(batch, np.array(values, np.float32).reshape(len(values), batch.num_tokens), algorithm)
+        scored = [self._scored(batch, sequences, critic.values_at) for critic in self.critics]
+        values = np.array(scored, np.float32).reshape(len(scored), batch.num_tokens)
+        estimated = estimate(batch, values, algorithm)
         columns |= estimated._asdict()
-        state_values = [np.roll(value, 1) for value in values]
-        columns |= {f"old_values_{index}": value for index, value in enumerate(state_values)}
-        metrics = {}
-        if values:
-            explained = explained_variance(np.mean(state_values, axis=0), estimated.returns, batch.mask)
-            metrics["critic/explained_variance"] = explained
-        return {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}, metrics
+        values = np.roll(values, 1, axis=1)
+        columns |= {f"old_values_{index}": value for index, value in enumerate(values)}
+        if len(values) > 1:
+            columns["disagreement"] = disagreement(values)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
+        return tensors, values, estimated
+
+    def _give_credit(self, credit: Credit, batch: Batch, sequences: np.ndarray, columns: Columns) -> dict[str, float]:
+        """Multiply the final advantages by what the policy's attention says about each token; return metrics."""
+        factors, metrics = credit.factors(
+            batch,
+            lambda: (layout for layout, _ in self._layouts(batch, sequences)),
+            lambda layout: self.backend.module(layout, self.config.rollout.temperature, trunk_only=True),
+            self.batches,
+        )
+        columns["advantages"] = columns["advantages"] * factors
+        return metrics
 
     def _logprobs_at(self, layout: Layout) -> tuple[Tensor, Tensor]:
         return layout.positions, self._forward(layout)[0]
@@ -227,10 +272,23 @@ class Training:
     def _steps_per_batch(self) -> int:
         return self.config.learner.minibatches * self.config.learner.epochs
 
-    def _policy_update(self, batch: Batch, sequences: np.ndarray, columns: Columns) -> dict[str, float]:
+    def _critic_updates(
+        self, index: int, batch: Batch, sequences: np.ndarray, columns: Columns, number: int
+    ) -> list[Sums]:
+        """The optimiser steps of one critic on its own members of a minibatch, the ``number``-th one of the batch."""
+        critic, config = self.critics[index], self.critics[index].config
+        own = sequences[deal(batch.group_ids, batch.members, config.count)[sequences] == index]
+        if not len(own):
+            return []
+        done, total = self.batches * self._steps_per_batch + number, self.config.steps * self._steps_per_batch
+        lr = config.lr * schedule_factor(done, config.schedule, 0, total)
+        micro_batches, old = self._plan(batch, own), columns[f"old_values_{index}"]
+        return [critic.step(batch, micro_batches, own, columns["returns"], old, lr) for _ in range(config.updates)]
+
+    def _policy_update(self, batch: Batch, sequences: np.ndarray, columns: Columns) -> Sums:
         """One optimiser step of the policy; returns sums over its tokens, with ``loss``, ``grad_norm`` and ``lr``."""
         algorithm, device = self.config.algorithm, self.device
-        divisor = denominator(algorithm.aggregation, batch.action_counts[sequences], _constant_length(self.config))
+        divisor = denominator(aggregation(algorithm), batch.action_counts[sequences], _constant_length(self.config))
         sums: dict[str, Tensor] = {}
         self.policy.train_mode(True)
         for layout, last in self._layouts(batch, sequences):
@@ -246,11 +304,13 @@ class Training:
                 entropy_weight=at["entropy_weight"],
                 mask=layout.mask,
                 turn_ids=torch.from_numpy(batch.turn_ids[layout.positions.numpy()]).to(device),
-                sequence_ids=layout.rows,
+                sequence_ids=layout.sequences,
             )
             loss, part = policy_objective(inputs, algorithm, divisor)
             self.backend.backward(loss, last=last)
             part |= {"loss": loss.detach().double(), "tokens": layout.mask.sum().double()}
+            if "disagreement" in at:
+                part |= product_sums(at["disagreement"], entropy, layout.mask)
             sums = {name: sums.get(name, 0.0) + value for name, value in part.items()}
         self.policy.train_mode(False)
         learner = self.config.learner
@@ -288,20 +348,3 @@ def _constant_length(config: RunConfig) -> int:
             "not given the number of turns: set env.max_turns"
         )
     return config.rollout.max_tokens * config.env.max_turns
-
-
-def _policy_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means over all tokens of all optimiser steps on one batch; loss and norm are means over the steps."""
-    if not parts:
-        return {"policy/lr": 0.0}
-    tokens = sum(part["tokens"] for part in parts)
-    per_token = ("entropy", "kl_behaviour", "clip_fraction", "mask_fraction", "kl_reference")
-    metrics = {f"policy/{name}": sum(part[name] for part in parts) / tokens for name in per_token if name in parts[0]}
-    weight, squared = (sum(part[name] for part in parts) for name in ("weight", "weight_squared"))
-    metrics["policy/ess"] = weight**2 / (tokens * squared)
-    metrics |= {f"policy/{name}": _mean(parts, name) for name in ("loss", "grad_norm")}
-    return metrics | {"policy/lr": parts[-1]["lr"]}
-
-
-def _mean(parts: list[dict[str, float]], name: str) -> float:
-    return sum(part[name] for part in parts) / len(parts)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from agentkit.config import AlgorithmConfig
 from agentkit.errors import LearnerError
+from agentkit.plugins import ADVANTAGE
 from agentkit.trainers.algorithms.advantages import ESTIMATORS, estimate
+from agentkit.trainers.algorithms.shaping import length_penalty
 from agentkit.trainers.algorithms.signal import carries_signal, missing_signal
 from agentkit.trainers.batch import flatten
 from agentkit.types import Group, Trajectory, Turn
@@ -51,6 +53,12 @@ def token_rewards(trajectory):
     for turn in trajectory.turns:
         rewards += [0.0] * (len(turn.action_ids) - 1) + [turn.reward]
     return rewards
+
+
+def replace_turn(turn, *, tokens, reward):
+    versions = ((0, tokens),)
+    ids, logprobs = turn.action_ids[:tokens], turn.action_logprobs[:tokens]
+    return replace(turn, action_ids=ids, action_logprobs=logprobs, versions=versions, reward=reward)
 
 
 def grpo(returns, index):
@@ -163,10 +171,12 @@ def plain_groups(rewards, *, success=False, valid=True):
         (plain_groups([[1, 1], [1, 1]], success=True), "all 4 episodes earned 1 and succeeded: harder tasks"),
         (plain_groups([[-0.1, -0.1]], valid=False), "no answer was valid"),
         (plain_groups([[0, 0], [1, 1]]), "the members of each group earned the same"),
+        (plain_groups([[-1, 0]]), "no episode earned more than 0, and raft learns from positive returns alone"),
     ],
 )
 def test_a_batch_without_signal_is_explained(groups, reason):
-    found = missing_signal(groups, configured(advantage="grpo"))
+    advantage = "raft" if "raft" in (reason or "") else "grpo"
+    found = missing_signal(groups, configured(advantage=advantage))
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -180,14 +190,22 @@ def test_a_batch_without_signal_is_explained(groups, reason):
         ("reinforce", [[0, 0]], False),
         ("reinforce_pp", [[1, 1], [0, 0]], True),
         ("reinforce_pp", [[1, 1], [1, 1]], False),
+        ("raft", [[-1, 0], [0, 0]], False),
+        ("raft", [[-1, 1]], True),
+        ("chunk_returns", [[-1, -1]], True),
+        ("chunk_returns", [[0, 0]], False),
+        ("batch_mean", [[1, 1], [0, 0]], True),
+        ("batch_mean", [[1, 1], [1, 1]], False),
         ("gae", [[1, 1]], True),
         ("gae", [[0, 0]], False),
+        ("bilevel_gae", [[1, 1]], True),
+        ("bilevel_gae", [[0, 0]], False),
     ],
 )
 def test_whether_a_batch_has_signal_depends_on_the_advantage(advantage, rewards, teaches):
     groups = plain_groups(rewards)
     assert (missing_signal(groups, configured(advantage=advantage)) is None) == teaches
-    if advantage != "gae":
+    if advantage not in ("gae", "bilevel_gae"):
         batch = flatten([Group(g, 0, 0, members) for g, members in enumerate(groups)])
         advantages = estimate(batch, values_for(batch, 0, 0), configured(advantage=advantage)).advantages
         assert advantages.any() == teaches
@@ -204,8 +222,8 @@ def slow_token_returns(groups, gamma):
     return np.array(expected)
 
 
-def slow_gae(groups, values, gamma, lam):
-    """Advantages and returns over the compressed sequence of action tokens, by the explicit sum of deltas."""
+def slow_gae(groups, values, gamma, lam, critic_lam):
+    """Advantages and returns over the compressed sequence of action tokens, by the explicit sums of deltas."""
     advantages, returns, start = [], [], 0
     mean = values.astype(np.float64).mean(axis=0)
     for group in groups:
@@ -220,11 +238,47 @@ def slow_gae(groups, values, gamma, lam):
             after = mean[end - 1] if cut_off else 0.0
             rewards, following = token_rewards(trajectory), [*states[1:], after]
             deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, states, strict=True)]
+            own_lam = max(0.0, 1 - 1 / (1.5 * len(deltas))) if lam == "length" else lam
             for t in range(len(deltas)):
-                advantage = sum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas)))
-                advantages.append(advantage)
-                returns.append(advantage + states[t])
+                advantages.append(sum((gamma * own_lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))))
+                target = sum((gamma * critic_lam) ** (j - t) * deltas[j] for j in range(t, len(deltas)))
+                returns.append(target + states[t])
             start = end
+    return np.array(advantages), np.array(returns)
+
+
+def slow_chunk_returns(groups, gamma):
+    expected = []
+    for trajectory in (trajectory for group in groups for trajectory in group.members):
+        lengths = [len(turn.action_ids) for turn in trajectory.turns if len(turn.action_ids)]
+        for k, length in enumerate(lengths):
+            expected += [gamma ** (len(lengths) - 1 - k) * trajectory.reward] * length
+    return np.array(expected)
+
+
+def slow_bilevel_gae(groups, values, gamma, gamma_high, lam):
+    """Two sums of deltas: over the last tokens of turns, then over the tokens of each turn."""
+    advantages, returns, start = [], [], 0
+    mean = values.astype(np.float64).mean(axis=0)
+    for trajectory in (trajectory for group in groups for trajectory in group.members):
+        states, position = [], start  # of each turn, the values of its tokens' states
+        for turn in trajectory.turns:
+            position += len(turn.prompt_ids)
+            states.append([mean[position + offset - 1] for offset in range(len(turn.action_ids))])
+            position += len(turn.action_ids)
+        cut_off = trajectory.outcome == "truncated" and len(trajectory.final_ids) > 0
+        start = position + (len(trajectory.final_ids) if cut_off else 0)
+        ends = [of_turn[-1] for of_turn in states] + [mean[start - 1] if cut_off else 0.0]
+        rewards = [turn.reward for turn in trajectory.turns]
+        high = [r + gamma_high * ends[k + 1] - ends[k] for k, r in enumerate(rewards)]
+        for k, of_turn in enumerate(states):
+            turn_advantage = sum((gamma_high * lam) ** (j - k) * high[j] for j in range(k, len(high)))
+            following = [*of_turn[1:], 0.0]
+            token_rewards = [0.0] * (len(of_turn) - 1) + [turn_advantage + ends[k]]
+            deltas = [r + gamma * n - v for r, n, v in zip(token_rewards, following, of_turn, strict=True)]
+            for t, value in enumerate(of_turn):
+                advantages.append(sum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))))
+                returns.append(advantages[-1] + value)
     return np.array(advantages), np.array(returns)
 
 
@@ -249,6 +303,64 @@ def test_reinforce_discounts_by_turn(make_groups, seed, gamma):
     expected = slow_reinforce(groups, gamma)
     np.testing.assert_allclose(result.advantages[batch.mask], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.returns[batch.mask], expected, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(seed=SEEDS, gamma=DISCOUNTS)
+def test_chunk_returns_discount_the_whole_return_by_chunk(make_groups, seed, gamma):
+    groups = make_groups(seed)
+    for trajectory in groups[0].members[:1]:  # turns without a token are no chunks
+        trajectory.turns[-1:] = [replace_turn(trajectory.turns[-1], tokens=0, reward=0.0), trajectory.turns[-1]]
+    batch = flatten(groups)
+    result = estimate(batch, values_for(batch, seed, 0), configured(advantage="chunk_returns", gamma=gamma))
+    expected = slow_chunk_returns(groups, gamma)
+    np.testing.assert_allclose(result.advantages[batch.mask], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.returns[batch.mask], expected, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_raft_and_the_mean_of_the_batch(make_groups, seed):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    episodes = [trajectory for group in groups for trajectory in group.members]
+    mean = sum(episode.reward for episode in episodes) / len(episodes)
+    for name, formula in (("raft", lambda r: max(r, 0.0)), ("batch_mean", lambda r: r - mean)):
+        advantages = estimate(batch, values_for(batch, seed, 0), configured(advantage=name)).advantages
+        expected = np.concatenate([[formula(e.reward)] * e.num_action_tokens for e in episodes])
+        np.testing.assert_allclose(advantages[batch.mask], expected, rtol=1e-5, atol=1e-6)
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    longest=st.integers(1, 20),
+    buffer=st.integers(1, 20),
+    penalty=st.sampled_from([1.0, 0.5]),
+    data=st.data(),
+)
+def test_overlong_episodes_are_penalised(make_groups, seed, longest, buffer, penalty, data):
+    """DAPO's three cases; estimators see the penalty as a part of the last turn's reward."""
+    buffer = min(buffer, longest)
+    shaped = {"overlong_max": longest, "overlong_buffer": buffer, "overlong_penalty": penalty}
+    name = data.draw(st.sampled_from(sorted(ESTIMATORS)))
+    config, plain = configured(advantage=name, gamma=0.9, **shaped), configured(advantage=name, gamma=0.9)
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    actual = estimate(batch, values_for(batch, seed), config)
+    for trajectory in (trajectory for group in groups for trajectory in group.members):
+        n = trajectory.num_action_tokens
+        if n <= longest - buffer:
+            expected = 0.0
+        elif n <= longest:
+            expected = (longest - buffer - n) / buffer
+        else:
+            expected = -1.0
+        assert length_penalty([n], config)[0] == pytest.approx(penalty * expected)
+        trajectory.turns[-1].reward += penalty * expected
+    penalised = flatten(groups)
+    for one, other in zip(actual, estimate(penalised, values_for(batch, seed), plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 @MANY
@@ -288,15 +400,15 @@ def test_gigpo_by_hand():
     np.testing.assert_allclose(advantages, [-episode - step, -episode - step, episode + 2 * step], rtol=1e-5)
 
 
-BY_GROUP = ["reinforce", "grpo", "gigpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+BY_GROUP = ["reinforce", "chunk_returns", "raft", "grpo", "gigpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
 @MANY
-@given(seed=SEEDS, gamma=DISCOUNTS, scale=st.sampled_from([0.0, 1.0]))
-def test_a_group_carries_signal_exactly_if_one_of_its_advantages_is_not_zero(name, seed, gamma, scale):
+@given(seed=SEEDS, gamma=DISCOUNTS, scale=st.sampled_from([0.0, 1.0, -1.0]), longest=st.sampled_from([None, 8]))
+def test_a_group_carries_signal_exactly_if_one_of_its_advantages_is_not_zero(name, seed, gamma, scale, longest):
     groups, _ = wander(seed)
-    config = configured(advantage=name, gamma=gamma)
+    config = configured(advantage=name, gamma=gamma, overlong_max=longest, overlong_buffer=4)
     for group in groups:
         for turn in (turn for trajectory in group.members for turn in trajectory.turns):
             turn.reward *= scale
@@ -336,15 +448,45 @@ def test_reinforce_pp_baseline(make_groups, seed):
 
 
 @FEW
-@given(seed=SEEDS, gamma=DISCOUNTS, lam=st.sampled_from([1.0, 0.95, 0.0]), critics=st.integers(1, 3))
-def test_gae_skips_observations_and_bootstraps(make_groups, seed, gamma, lam, critics):
+@given(
+    seed=SEEDS,
+    gamma=DISCOUNTS,
+    lam=st.sampled_from([1.0, 0.95, 0.0, "length"]),
+    critic_lam=st.sampled_from([1.0, 0.9, 0.0]),
+    critics=st.integers(1, 3),
+)
+def test_gae_skips_observations_and_bootstraps(make_groups, seed, gamma, lam, critic_lam, critics):
     groups = make_groups(seed)
     batch = flatten(groups)
     values = values_for(batch, seed, critics)
-    result = estimate(batch, values, configured(advantage="gae", gamma=gamma, lam=lam))
-    advantages, returns = slow_gae(groups, values, gamma, lam)
+    result = estimate(batch, values, configured(advantage="gae", gamma=gamma, lam=lam, critic_lam=critic_lam))
+    advantages, returns = slow_gae(groups, values, gamma, lam, critic_lam)
     np.testing.assert_allclose(result.returns[batch.mask], returns, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(result.advantages[batch.mask], whitened(advantages), rtol=1e-3, atol=1e-3)
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    gamma=DISCOUNTS,
+    gamma_high=DISCOUNTS,
+    lam=st.sampled_from([1.0, 0.95, 0.0]),
+    critics=st.integers(1, 3),
+)
+def test_bilevel_gae(make_groups, seed, gamma, gamma_high, lam, critics):
+    groups = make_groups(seed)
+    batch = flatten(groups)
+    values = values_for(batch, seed, critics)
+    config = configured(advantage="bilevel_gae", gamma=gamma, gamma_high=gamma_high, lam=lam)
+    result = estimate(batch, values, config)
+    advantages, returns = slow_bilevel_gae(groups, values, gamma, gamma_high, lam)
+    np.testing.assert_allclose(result.returns[batch.mask], returns, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result.advantages[batch.mask], whitened(advantages), rtol=1e-3, atol=1e-3)
+
+
+def test_every_estimator_is_listed():
+    assert set(ESTIMATORS) == set(ADVANTAGE.built_in)
+    assert set(BY_GROUP) == {name for name, traits in ADVANTAGE.built_in.items() if traits.signal != "always"}
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -352,7 +494,8 @@ def test_gae_skips_observations_and_bootstraps(make_groups, seed, gamma, lam, cr
 @given(seed=SEEDS, garbage=st.sampled_from([np.nan, np.inf, -1e30]))
 def test_garbage_where_masked_changes_nothing(make_groups, name, seed, garbage):
     batch = flatten(make_groups(seed))
-    values, config = values_for(batch, seed), configured(advantage=name, gamma=0.9, lam=0.95)
+    shaped = {"overlong_max": 6, "overlong_buffer": 4}
+    values, config = values_for(batch, seed), configured(advantage=name, gamma=0.9, lam=0.95, **shaped)
     clean = estimate(batch, values, config)
 
     used = np.zeros(batch.num_tokens, bool)
@@ -393,16 +536,17 @@ def test_gae_by_hand():
     ]
     batch = flatten([Group(0, 0, 0, [Trajectory(0, 0, "test", 0, 0, turns)])])
     values = np.array([[10.0, 99.0, 99.0, 20.0, 99.0]], np.float32)
-    result = estimate(batch, values, configured(advantage="gae", gamma=0.5, lam=0.5))
+    result = estimate(batch, values, configured(advantage="gae", gamma=0.5, lam=0.5, critic_lam=0.5))
     second = 2.0 - 20.0
     first = 1.0 + 0.5 * 20.0 - 10.0 + 0.25 * second
     assert result.returns[batch.mask].tolist() == [first + 10.0, second + 20.0]
 
 
-def test_gae_without_critic_is_an_error_with_the_remedy(make_groups):
+@pytest.mark.parametrize("name", [name for name, traits in ADVANTAGE.built_in.items() if traits.needs_critic])
+def test_gae_without_critic_is_an_error_with_the_remedy(make_groups, name):
     batch = flatten(make_groups(0))
     with pytest.raises(LearnerError, match="add a critic section"):
-        estimate(batch, values_for(batch, 0, 0), configured(advantage="gae"))
+        estimate(batch, values_for(batch, 0, 0), configured(advantage=name))
 
 
 @FEW
@@ -425,8 +569,8 @@ def test_order_of_groups_does_not_matter(make_groups, name, seed):
 
     def by_episode(batch):
         values = np.stack([batch.tokens / 7, batch.tokens / 5]).astype(np.float32)
-        advantages = estimate(batch, values, config).advantages
-        parts = np.split(advantages, batch.cu_seqlens[1:-1])
+        columns = np.stack(estimate(batch, values, config), axis=1)
+        parts = np.split(columns, batch.cu_seqlens[1:-1])
         keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
         return dict(zip(keys, parts, strict=True))
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_formulas import FORMULAS, Token
 
 from agentkit.config import AlgorithmConfig
+from agentkit.plugins import LOSS
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
+from agentkit.trainers.algorithms.importance import binary_kl
+from agentkit.trainers.algorithms.interface import TokenInputs
 from agentkit.trainers.algorithms.losses import (
     POLICY_LOSSES,
-    TokenInputs,
+    aggregation,
     kl_estimate,
     kl_loss,
     needed_logprobs,
@@ -27,7 +31,16 @@ SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=25, deadline=None)
 LOSSES = sorted(POLICY_LOSSES)
 AGGREGATIONS = ["token_mean", "sequence_mean", "constant"]
-CLIPS = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 1.5}
+OPTIONS = {
+    "clip_low": 0.1,
+    "clip_high": 0.15,
+    "dual_clip": 1.1,
+    "is_cap": 1.3,
+    "is_floor": 0.8,
+    "kl_gate": 0.05,
+    "topr_ratio": "token",
+}
+"""Settings of losses, all different from their defaults."""
 
 
 def configured(**settings: object) -> AlgorithmConfig:
@@ -39,84 +52,134 @@ def gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.grad
 
 
-def random_inputs(seed: int, tokens: int = 12) -> TokenInputs:
-    """Ratios on both sides of every clip, advantages of both signs, a few masked tokens."""
+def options(name: str) -> dict[str, object]:
+    """The settings that this loss uses, different from its defaults."""
+    return {key: value for key, value in OPTIONS.items() if key in LOSS.built_in[name].options}
+
+
+def random_inputs(seed: int, tokens: int = 16, distance: float = 1.0) -> TokenInputs:
+    """Ratios on both sides of every clip (if ``distance`` is 1), advantages of both signs, a few masked tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
         return scale * torch.randn(tokens, generator=generator, dtype=torch.float64)
 
-    behaviour = -normal(1.0).abs()
-    sequence_ids = torch.randint(0, 3, (tokens,), generator=generator).sort().values
+    logits = normal(1.0)
+    sequence_ids = torch.randint(0, 4, (tokens,), generator=generator).sort().values
     return TokenInputs(
         logprobs={
-            "policy": (behaviour + normal(0.5)).requires_grad_(),
-            "behaviour": behaviour,
-            "proximal": behaviour + normal(0.5),
-            "reference": behaviour + normal(0.5),
+            "policy": torch.nn.functional.logsigmoid(logits + normal(distance)).requires_grad_(),
+            "behaviour": torch.nn.functional.logsigmoid(logits),
+            "proximal": torch.nn.functional.logsigmoid(logits + normal(distance)),
+            "reference": torch.nn.functional.logsigmoid(logits + normal(distance)),
         },
         advantages=normal(1.0),
         policy_weight=(torch.rand(tokens, generator=generator) < 0.8).double(),
         entropy=normal(1.0).abs().requires_grad_(),
         entropy_weight=torch.rand(tokens, generator=generator, dtype=torch.float64),
         mask=torch.rand(tokens, generator=generator) < 0.8,
-        turn_ids=torch.arange(tokens),
+        turn_ids=torch.randint(0, 3, (tokens,), generator=generator, dtype=torch.int32),
         sequence_ids=sequence_ids,
     )
 
 
-def slow_clip(ratio, advantage, config):
-    """Clipped surrogate and its derivative with respect to log policy (d ratio / d log policy = ratio)."""
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    objective = min(ratio * advantage, min(max(ratio, low), high) * advantage)
-    through = ratio * advantage if objective == ratio * advantage else 0.0
-    if config.dual_clip is not None and advantage < 0 and objective < config.dual_clip * advantage:
-        return -config.dual_clip * advantage, 0.0
-    return -objective, -through
-
-
-def slow_token(name, policy, behaviour, proximal, advantage, config):
-    """Loss of one token and its derivative with respect to log policy."""
-    if name == "pg":
-        return -advantage * policy, -advantage
-    if name == "ppo":
-        return slow_clip(math.exp(policy - behaviour), advantage, config)
-    if name == "cispo":
-        weight = min(max(math.exp(policy - behaviour), 1 - config.clip_low), 1 + config.clip_high)
-        return -weight * advantage * policy, -weight * advantage
-    weight = math.exp(proximal - behaviour)
-    beyond = 0.0 if name == "decoupled_ppo" else config.is_cap
-    weight = beyond if weight > config.is_cap else weight
-    loss, slope = slow_clip(math.exp(policy - proximal), advantage, config)
-    return weight * loss, weight * slope
+def terms_by_formula(inputs: TokenInputs, config: AlgorithmConfig) -> dict:
+    """The formula's term of every action token, by its index."""
+    columns = [inputs.logprobs[key].tolist() for key in ("policy", "behaviour", "proximal")]
+    rows = list(zip(*columns, inputs.advantages.tolist(), inputs.turn_ids.tolist(), strict=True))
+    terms = {}
+    for sequence in range(4):
+        mine = torch.nonzero(inputs.mask & (inputs.sequence_ids == sequence))[:, 0].tolist()
+        if mine:
+            terms |= zip(mine, FORMULAS[config.loss]([Token(*rows[i]) for i in mine], config), strict=True)
+    return terms
 
 
 def share(config, inputs, index, divisor):
     """Weight of one token in the aggregated loss."""
-    if config.aggregation == "sequence_mean":
+    if aggregation(config) == "sequence_mean":
         same = inputs.sequence_ids == inputs.sequence_ids[index]
         return 1 / int((same & inputs.mask).sum()) / divisor
     return 1 / divisor
 
 
+def test_every_loss_is_listed():
+    assert list(POLICY_LOSSES) == list(LOSS.built_in)
+    assert set(POLICY_LOSSES) == set(FORMULAS)
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=80, deadline=None)
-@given(seed=SEEDS, dual_clip=st.sampled_from([None, 1.4]), aggregation=st.sampled_from(AGGREGATIONS))
-def test_policy_losses(name, dual_clip, aggregation, seed):
-    config = configured(loss=name, dual_clip=dual_clip, aggregation=aggregation, **CLIPS)
-    inputs, divisor = random_inputs(seed), 7.0
-    loss, _ = policy_objective(inputs, config, divisor)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEEDS,
+    distance=st.sampled_from([2e-4, 0.05, 1.0]),
+    own=st.booleans(),
+    level=st.sampled_from(["product", "geometric", "token"]),
+    kind=st.sampled_from([None, *AGGREGATIONS]),
+)
+def test_policy_losses(name, seed, distance, own, level, kind):
+    """Values, gradients and metrics equal the formulas, with the loss's own settings and with others."""
+    settings = {} if own else options(name) | ({"topr_ratio": level} if name == "topr" else {})
+    config = configured(loss=name, aggregation=kind, **settings)
+    inputs, divisor = random_inputs(seed, distance=distance), 7.0
+    loss, sums = policy_objective(inputs, config, divisor)
     loss.backward()
-    expected, slopes = 0.0, []
-    columns = [inputs.logprobs[key].tolist() for key in ("policy", "behaviour", "proximal")]
-    for index, (policy, behaviour, proximal) in enumerate(zip(*columns, strict=True)):
-        value, slope = slow_token(name, policy, behaviour, proximal, float(inputs.advantages[index]), config)
-        weight = float(inputs.policy_weight[index]) if inputs.mask[index] else 0.0
-        weight *= share(config, inputs, index, divisor) if weight else 0.0
-        expected += weight * value
-        slopes.append(weight * slope)
+    expected, slopes, clipped, masked = 0.0, np.zeros(len(inputs.mask)), 0, 0
+    for index, term in terms_by_formula(inputs, config).items():
+        kept = float(inputs.policy_weight[index])
+        weight = kept * share(config, inputs, index, divisor)
+        expected += weight * term.loss
+        slopes[index] = weight * term.slope
+        clipped += term.clipped
+        masked += term.masked or kept == 0
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(gradient(inputs.logprobs["policy"]), slopes, rtol=1e-9, atol=1e-12)
+    assert (float(sums["clip_fraction"]), float(sums["mask_fraction"])) == (clipped, masked)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_uses_exactly_the_options_that_it_declares(name):
+    """Others are refused in a configuration, so they must not matter."""
+    used = set()
+    for seed in range(8):
+        inputs = random_inputs(seed, distance=0.5)
+        if name == "raft_pp":  # whose advantages are never negative
+            inputs = replace(inputs, advantages=inputs.advantages.abs())
+        plain, _ = policy_objective(inputs, configured(loss=name), 1.0)
+        for option, value in OPTIONS.items():
+            other, _ = policy_objective(inputs, configured(loss=name, **{option: value}), 1.0)
+            used |= set() if torch.equal(plain, other) else {option}
+    assert used == LOSS.built_in[name].options
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@FEW
+@given(seed=SEEDS, kind=st.sampled_from([None, "constant"]))
+def test_losses_do_not_depend_on_micro_batches(name, kind, seed):
+    """Neither values nor gradients nor metrics, if sequences stay whole."""
+    config = configured(loss=name, aggregation=kind, entropy_coef=0.1, kl="k3", kl_coef=0.1, **options(name))
+    inputs = random_inputs(seed)
+    policy = inputs.logprobs["policy"]
+    whole, sums = policy_objective(inputs, config, 5.0)
+    (expected,) = torch.autograd.grad(whole, policy, retain_graph=True)
+    losses, parts = [], []
+    for half in (inputs.sequence_ids < 2, inputs.sequence_ids >= 2):
+        part = TokenInputs(
+            logprobs={key: value[half] for key, value in inputs.logprobs.items()},
+            sequence_ids=inputs.sequence_ids[half] % 2,
+            **{
+                key: getattr(inputs, key)[half]
+                for key in ("advantages", "policy_weight", "entropy", "entropy_weight", "mask", "turn_ids")
+            },
+        )
+        loss, of_part = policy_objective(part, config, 5.0)
+        losses.append(loss)
+        parts.append(of_part)
+    total = losses[0] + losses[1]
+    assert total.item() == pytest.approx(whole.item(), rel=1e-12, abs=1e-14)
+    np.testing.assert_allclose(torch.autograd.grad(total, policy)[0], expected, rtol=1e-12, atol=1e-14)
+    for key, value in sums.items():
+        assert float(parts[0][key] + parts[1][key]) == pytest.approx(float(value), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -125,7 +188,7 @@ def test_policy_losses(name, dual_clip, aggregation, seed):
     seed=SEEDS, kl=st.sampled_from(["k1", "k2", "k3"]), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
 )
 def test_garbage_where_masked_changes_nothing(name, kl, seed, garbage):
-    config = configured(loss=name, kl=kl, kl_coef=0.1, entropy_coef=0.2, aggregation="sequence_mean", **CLIPS)
+    config = configured(loss=name, kl=kl, kl_coef=0.1, entropy_coef=0.2, aggregation="sequence_mean", **options(name))
     inputs = random_inputs(seed)
 
     def dirty(tensor):
@@ -156,14 +219,14 @@ def test_garbage_where_masked_changes_nothing(name, kl, seed, garbage):
 @given(seed=SEEDS)
 def test_entropy_bonus_and_kl_are_aggregated_like_the_loss(aggregation, seed):
     inputs = random_inputs(seed)
-    base = configured(loss="ppo", aggregation=aggregation)
-    config = base.model_copy(update={"kl": "k2", "kl_coef": 0.3, "entropy_coef": 0.2})
+    base, cap = configured(loss="ppo", aggregation=aggregation), 1.5
+    config = base.model_copy(update={"kl": "k2", "kl_coef": 0.3, "entropy_coef": 0.2, "is_cap": cap})
     plain, _ = policy_objective(inputs, base, 5.0)
     full, _ = policy_objective(inputs, config, 5.0)
     expected = 0.0
     for index in torch.nonzero(inputs.mask)[:, 0].tolist():
         policy, behaviour, reference = (inputs.logprobs[k][index].item() for k in ("policy", "behaviour", "reference"))
-        kl = min(math.exp(policy - behaviour), config.is_cap) * (policy - reference) ** 2 / 2
+        kl = min(math.exp(policy - behaviour), cap) * (policy - reference) ** 2 / 2
         bonus = (inputs.entropy_weight[index] * inputs.entropy[index]).item()
         expected += share(config, inputs, index, 5.0) * (0.3 * kl - 0.2 * bonus)
     assert (full - plain).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -173,20 +236,11 @@ def test_entropy_bonus_and_kl_are_aggregated_like_the_loss(aggregation, seed):
 @given(seed=SEEDS)
 def test_metric_sums(seed):
     inputs = random_inputs(seed)
-    config = configured(loss="decoupled_ppo", kl="k3", **CLIPS)
-    _, sums = policy_objective(inputs, config, 1.0)
-    expected = dict.fromkeys(sums, 0.0)
+    _, sums = policy_objective(inputs, configured(loss="decoupled_ppo", kl="k3"), 1.0)
+    expected = dict.fromkeys(sums.keys() - {"clip_fraction", "mask_fraction"}, 0.0)
     for index in torch.nonzero(inputs.mask)[:, 0].tolist():
-        policy, behaviour, proximal, reference = (
-            inputs.logprobs[key][index].item() for key in ("policy", "behaviour", "proximal", "reference")
-        )
-        advantage = float(inputs.advantages[index])
+        policy, behaviour, reference = (inputs.logprobs[k][index].item() for k in ("policy", "behaviour", "reference"))
         ratio, x = math.exp(policy - behaviour), policy - reference
-        _, slope = slow_clip(math.exp(policy - proximal), advantage, config)
-        expected["clip_fraction"] += slope == 0
-        expected["mask_fraction"] += (
-            math.exp(proximal - behaviour) > config.is_cap or float(inputs.policy_weight[index]) == 0
-        )
         expected["kl_reference"] += math.exp(-x) - 1 + x
         expected["kl_behaviour"] += ratio - 1 - math.log(ratio)
         expected["entropy"] += inputs.entropy[index].item()
@@ -244,20 +298,41 @@ def test_on_policy_every_loss_is_the_policy_gradient(name, seed):
     policy = inputs.logprobs["policy"]
     same = policy.detach()
     inputs = replace(inputs, logprobs={"policy": policy, "behaviour": same, "proximal": same})
-    loss, _ = policy_objective(inputs, configured(loss=name), 1.0)
+    loss, _ = policy_objective(inputs, configured(loss=name, aggregation="token_mean"), 1.0)
     loss.backward()
     expected = torch.where(inputs.mask, -inputs.policy_weight * inputs.advantages, 0.0)
     np.testing.assert_allclose(gradient(policy), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_extreme_ratios_stay_finite(name):
-    inputs = random_inputs(1)
-    inputs = replace(inputs, logprobs={**inputs.logprobs, "behaviour": inputs.logprobs["behaviour"] - 500})
+@FEW
+@given(
+    seed=SEEDS,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    far=st.sampled_from(["policy", "behaviour", "proximal"]),
+    certain=st.booleans(),
+)
+def test_extreme_ratios_stay_finite(name, seed, dtype, far, certain):
+    """One policy is 500 nats away; ``certain``: the others give their choices a probability of exactly 1."""
+    inputs = random_inputs(seed)
+    logprobs = {key: torch.zeros(16) if certain else value.detach() for key, value in inputs.logprobs.items()}
+    logprobs[far] = logprobs[far] - 500
+    logprobs = {key: value.to(dtype) for key, value in logprobs.items()}
+    policy = logprobs["policy"].requires_grad_()
+    inputs = replace(inputs, logprobs=logprobs, advantages=inputs.advantages.to(dtype))
     loss, sums = policy_objective(inputs, configured(loss=name, kl="k3", kl_coef=0.1), 1.0)
     loss.backward()
-    assert torch.isfinite(gradient(inputs.logprobs["policy"])).all()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient(policy)).all()
     assert all(torch.isfinite(value) for value in sums.values())
+
+
+@FEW
+@given(p=st.floats(1e-6, 1 - 1e-6), q=st.floats(1e-6, 1 - 1e-6))
+def test_binary_kl(p, q):
+    logs = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
+    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    assert binary_kl(*logs).item() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_logprobs_needed_by_each_loss():

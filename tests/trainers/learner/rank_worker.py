@@ -53,7 +53,7 @@ def run(
 
     apply_step, previous = replicas.apply_step, forward.MAX_LOGITS
     replicas.apply_step, forward.MAX_LOGITS = recording, max_logits
-    undo = _record_deepspeed(gradients) if config.learner.zero_stage and config.learner.backend == "deepspeed" else None
+    undo = _record_deepspeed(gradients) if config.learner.zero else None
     learner = training.Training(config, rank, size, init_method)
     result = {}
     try:

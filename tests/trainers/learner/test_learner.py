@@ -22,7 +22,7 @@ from agentkit.types import Group, Trajectory, Turn
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 RICH = {
     "algorithm": {"advantage": "gae", "kl": "k3", "kl_coef": 0.1},
-    "critic": {},
+    "critic": {"count": 2, "layers": 1, "hidden_size": 16, "updates": 2, "schedule": "linear"},
     "learner": {"schedule": "cosine", "warmup_steps": 2, "minibatches": 2},
 }
 
@@ -127,6 +127,21 @@ async def test_continuation_is_exact(configure, make_batch, tmp_path, sections):
     assert [await resumed.train(batches[step], step) for step in (2, 3)] == expected
     assert same(await weights(resumed), final)
     await resumed.close()
+
+
+async def test_another_number_of_critics_is_refused(configure, make_batch, tmp_path):
+    algorithm = {"advantage": "gae"}
+    learner = Learner(configure(algorithm=algorithm, critic={"count": 2}))
+    await learner.start()
+    await learner.train(make_batch(0), 0)
+    await learner.save(tmp_path)
+    await learner.close()
+    for count in (1, 3):
+        other = Learner(configure(algorithm=algorithm, critic={"count": count}))
+        await other.start()
+        with pytest.raises(CheckpointError, match=rf"has 2 critics, and critic.count asks for {count}: set .*count=2"):
+            await other.load(tmp_path)
+        await other.close()
 
 
 async def test_continuation_within_imitation_is_exact(configure, make_batch, tmp_path):

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from agentkit.errors import LearnerError
+from agentkit.trainers.algorithms.losses import POLICY_LOSSES
 from agentkit.trainers.batch import flatten
 from agentkit.trainers.learner.backends import replicas
+from agentkit.trainers.learner.forward import check_packing
 from agentkit.trainers.learner.microbatches import MicroBatch, lay_out
 from agentkit.trainers.learner.schedule import schedule_factor
 from agentkit.trainers.learner.training import Training
@@ -102,19 +104,30 @@ ALGORITHMS = [
     {"advantage": "gae", "loss": "decoupled_ppo", "lam": 0.95, "aggregation": "sequence_mean"},
     {"advantage": "rloo", "loss": "tis", "kl": "k3", "kl_coef": 0.1, "aggregation": "constant"},
     {"advantage": "reinforce_pp", "loss": "cispo", "kl": "k1", "kl_coef": 0.1, "kl_in": "reward", "entropy_coef": 0.1},
+    {"advantage": "bilevel_gae", "loss": "gspo", "overlong_max": 6, "overlong_buffer": 4},
+    {"advantage": "chunk_returns", "loss": "chunk_topr", "gamma": 0.9},
 ]
 
 
 def sections(algorithm, **learner):
-    critic = {"critic": {}} if algorithm["advantage"] == "gae" else {}
+    critic = {"critic": {}} if algorithm["advantage"] in ("gae", "bilevel_gae") else {}
     return {"algorithm": algorithm, "rollout": {"groups": 4, "group_size": 3}, "learner": learner} | critic
 
 
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_loss_trains_from_one_line_of_configuration(configure, make_batch, gradients, loss):
+    training = started(configure(algorithm={"loss": loss}, rollout={"groups": 4, "group_size": 3}))
+    metrics = training.train(make_batch(2), 0)
+    assert all(np.isfinite(value) for value in metrics.values())
+    (gradient,) = gradients
+    assert np.abs(gradient).max() > 0 or metrics["policy/mask_fraction"] == 1
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a["loss"])
-def test_micro_batches_change_nothing(configure, make_batch, gradients, algorithm):
+def test_micro_batches_and_packing_change_nothing(configure, make_batch, gradients, algorithm):
     batches, metrics, grads = [make_batch(2), make_batch(3)], [], []
-    for max_tokens in (64, 150, 100_000):
-        training = started(configure(**sections(algorithm, max_tokens=max_tokens, minibatches=2)))
+    for max_tokens, packing in ((64, False), (150, False), (100_000, False), (150, True)):
+        training = started(configure(**sections(algorithm, max_tokens=max_tokens, minibatches=2, packing=packing)))
         metrics.append([training.train(batch, step) for step, batch in enumerate(batches)])
         grads.append(gradients.copy())
         gradients.clear()
@@ -276,18 +289,18 @@ def test_a_critic_learns_the_return_and_warms_up_alone(configure, make_batch):
     assert not np.array_equal(weights(training), before)
 
 
-def test_a_critic_is_read_one_position_before_each_action(configure, make_batch):
-    training, batch = (
-        started(configure(algorithm={"advantage": "gae"}, critic={}, learner={"max_tokens": 64})),
-        make_batch(8),
-    )
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_critic_is_read_one_position_before_each_action(configure, make_batch, packing):
+    learner = {"max_tokens": 64, "packing": packing}
+    training, batch = started(configure(algorithm={"advantage": "gae"}, critic={}, learner=learner)), make_batch(8)
     training._begin()
     critic = training.critics[0]
     torch.nn.init.normal_(critic.model.output.weight)
     scores = training._scored(batch, np.arange(batch.num_sequences), critic.values_at)
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         with torch.no_grad():
-            values = critic.model(torch.from_numpy(batch.tokens[start:end].astype(np.int64))[None])[0].numpy()
+            ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64))[None]
+            values = critic.model.output(critic.model.trunk(input_ids=ids).last_hidden_state)[0].numpy()
         states = [*(np.flatnonzero(batch.mask[start:end]) - 1), end - start - 1]
         np.testing.assert_allclose(scores[start:end][states], values[states], rtol=1e-4, atol=1e-5)
 
@@ -368,3 +381,9 @@ def test_weights_are_trained_in_float32_and_leave_in_the_configured_type(configu
     assert np.isfinite(training.train(make_batch(14), 0)["policy/loss"])
     assert {p.dtype for p in training.policy.scorer.parameters()} == {torch.float32}
     assert {value.dtype for _, value in training.policy.plain_tensors(training.backend.whole)} == {expected}
+
+
+def test_a_model_that_mixes_packed_sequences_is_refused():
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(LearnerError, match=r"MambaForCausalLM does not keep packed sequences apart.*packing=false"):
+        check_packing(MambaForCausalLM(config))

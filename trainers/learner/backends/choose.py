@@ -21,7 +21,7 @@ def build_backend(module: nn.Module, learner: LearnerConfig, ranks: Ranks, what:
         from agentkit.trainers.learner.backends.fsdp import FSDP
 
         return FSDP(module, learner, ranks, what)
-    if learner.backend == "deepspeed" and learner.zero_stage > 0:
+    if learner.zero > 0:
         from agentkit.trainers.learner.backends.deepspeed import DeepSpeed
 
         return DeepSpeed(module, learner, ranks, what)

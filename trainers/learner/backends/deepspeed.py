@@ -34,7 +34,7 @@ class DeepSpeed(Backend):
     def __init__(self, module: nn.Module, learner: LearnerConfig, ranks: Ranks, what: str):
         super().__init__(learner, ranks, what)
         self._api = _import_deepspeed(ranks)
-        self._stage = learner.zero_stage
+        self._stage = learner.zero
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._engine, self._zero, *_ = self._api.initialize(
             model=module,
@@ -181,7 +181,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
 
 
 def _settings(learner: LearnerConfig, ranks: Ranks) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": learner.zero_stage, "stage3_param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": learner.zero, "stage3_param_persistence_threshold": 0}
     if learner.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
     return {
