@@ -3,6 +3,9 @@
 Invariant: between two training steps there is one consistent instant: the learner has stepped, its weights are served,
 and the gate has their version. Only then checkpoints are written and stops take effect. The served version is the
 number of finished training steps.
+
+A learner that is lost is started again, and the run goes back to its last checkpoint, as ``--resume`` does: everything
+that was recorded since is removed, and a new rollout loop starts from the state in the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from agentkit import progress
 from agentkit.config import RunConfig
-from agentkit.errors import CheckpointError
+from agentkit.errors import CheckpointError, PluginError, RoleError
 from agentkit.jsonl import read_jsonl
 from agentkit.progress import View
 from agentkit.records import EVALUATION
 from agentkit.results import EvalResult, RunResult
 from agentkit.run_directory import RunDirectory
+from agentkit.sandboxes.backoff import RestartLimit
 from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
 from agentkit.trainers import checkpoint, imitation
@@ -33,6 +37,12 @@ from agentkit.trainers.roles import Roles, start_roles
 from agentkit.trainers.rollout.evaluation import evaluate, evaluation_metrics
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.types import Trajectory
+
+T = TypeVar("T")
+
+RESTARTS = 3
+"""Restarts of the learner within ``WINDOW_S``, successful or not."""
+WINDOW_S = 600.0
 
 
 async def run(
@@ -92,10 +102,15 @@ def _report(recorder: Recorder, view: View, kind: str, **fields: Any) -> None:
     """Record an event of the engines, and show a loss."""
     recorder.event(kind, **fields)
     if kind == "engine_lost":
-        problem, _, _ = fields["text"].partition("\n")
-        view.message(f"engine {fields['engine']} was lost: {problem}")
+        view.message(f"engine {fields['engine']} was lost: {_first_line(fields['text'])}")
+    elif kind == "engine_waiting":
+        view.message(f"engine {fields['engine']} waits for a node with room for it; {fields['engines_left']} are left")
     elif kind == "engine_abandoned":
         view.message(f"engine {fields['engine']} is not started again; {fields['engines_left']} are left")
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -152,35 +167,36 @@ class _Run:
         self.demonstrated_success: float | None = None
         self._missing_signal: str | None = None
         """Why the last step had no learning signal; None if it had one."""
-        self.loop = RolloutLoop(
-            config,
+        self.loop = self._new_loop()
+        self.snapshot = self.loop.state()
+        """State of the rollout loop at the end of ``step``."""
+        self.saved_step = -1
+        self._heads: dict[str, Any] | None = None
+        """Head sets of attention-rhythm credit, as last reported."""
+        self.started = time.monotonic()
+        self._restarts = RestartLimit(RESTARTS, WINDOW_S)
+
+    def _new_loop(self) -> RolloutLoop:
+        roles = self.roles
+        return RolloutLoop(
+            self.config,
             roles.engine,
             roles.renderer,
             roles.parser,
             on_episode=self._record_episode,
-            on_event=recorder.event,
+            on_event=self.recorder.event,
         )
-        self.snapshot = self.loop.state()
-        """State of the rollout loop at the end of ``step``."""
-        self.saved_step = -1
-        self.started = time.monotonic()
 
     async def go(self, resumed: checkpoint.Checkpoint | None) -> RunResult:
         if resumed:
             await self._restore(resumed)
-        else:
-            await self.roles.publish(0)
-            if self.config.imitation:
-                self.view.stage("imitation")
-                self.demonstrated_success = await imitation.imitate(
-                    self.config, self.roles, self.recorder, self.view, self.stop
-                )
-        if self.stop.is_set():
-            await self._save()  # the state of an interrupted imitation
-        else:
-            if self.success_before is None:
-                self.success_before = (await self._evaluate()).success
-            await self._train()
+            self.view.message(f"resumed after step {resumed.step}")
+        while True:
+            try:
+                await self._continue()
+                break
+            except Exception as error:
+                await self._recover(error)
         if self.callbacks.error is not None:
             raise self.callbacks.error
         return RunResult(
@@ -192,6 +208,50 @@ class _Run:
             demonstrated_success=self.demonstrated_success,
             duration_s=time.monotonic() - self.started,
         )
+
+    async def _continue(self) -> None:
+        """Do all that is left of the run: after the last checkpoint, or from the beginning."""
+        if self.saved_step < 0:
+            await self.roles.publish(0)
+            if self.config.imitation:
+                self.view.stage("imitation")
+                self.demonstrated_success = await self._unless_lost(
+                    imitation.imitate(self.config, self.roles, self.recorder, self.view, self.stop)
+                )
+        if self.stop.is_set():
+            await self._save()  # the state of an interrupted imitation
+            return
+        if self.success_before is None:
+            self.success_before = (await self._evaluate()).success
+        await self._train()
+
+    async def _recover(self, error: Exception) -> None:
+        """Start a lost learner again, and go back to the last checkpoint, or to the beginning if there is none.
+
+        Raises ``error`` if it has another cause, and ``RoleError`` if the learner was lost too often.
+        """
+        while True:
+            loss, began = await self.roles.loss_of_learner(error), time.monotonic()
+            if loss is None:
+                raise error
+            self.recorder.event("learner_lost", step=self.step, error=type(loss).__name__, text=str(loss))
+            self.view.message(f"the learner was lost: {_first_line(str(loss))}")
+            if not self._restarts.allow(began):
+                raise RoleError(
+                    f"the learner was started again {RESTARTS} times within {WINDOW_S:g} s and was lost again: {loss}"
+                ) from error
+            found = checkpoint.list_checkpoints(self.directory.checkpoints)
+            try:
+                with progress.work("starting the learner"):
+                    await self.roles.start_learner()
+                await self._restore(found[-1] if found else None)
+            except Exception as again:
+                error = again
+                continue
+            seconds = time.monotonic() - began
+            self.recorder.event("learner_restored", step=self.step, seconds=seconds)
+            self.view.message(f"the learner was restored; the run goes on after step {self.step}")
+            return
 
     async def _train(self) -> None:
         """Train until the last step or a requested stop; then write a checkpoint."""
@@ -219,7 +279,11 @@ class _Run:
         began, before = time.monotonic(), await self.roles.engine.stats()
         label = f"step {self.step + 1}"
         with progress.work(f"{label}: episodes", detail=self.loop.under_way):
-            groups = await self._unless_stopped(self.loop.next_batch())
+            try:
+                groups = await self._unless_stopped(self.loop.next_batch())
+            except PluginError:  # The learner is as after the last step, which must not be lost.
+                await self._save()
+                raise
         if groups is None:
             return False
         got = time.monotonic()
@@ -244,6 +308,8 @@ class _Run:
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
         self.callbacks.step(self.step, metrics)
+        if self.config.algorithm.credit != "none":
+            await self._report_heads()
         reason = missing_signal([group.members for group in groups], self.config.algorithm)
         if reason is not None:
             self.recorder.event("no_signal", step=self.step, reason=reason)
@@ -252,23 +318,45 @@ class _Run:
         self._missing_signal = reason
         return True
 
-    async def _unless_stopped(self, work: Any) -> Any:
+    async def _report_heads(self) -> None:
+        """Record the layers and heads whose attention gives credit, when they change."""
+        heads = await self.roles.learner.credit_heads()
+        if heads == self._heads or heads is None:
+            return
+        self.recorder.event("credit_heads", step=self.step, **heads)
+        if self._heads is None:
+            layers = ", ".join(map(str, heads["layers"]))
+            sizes = f"{len(heads['local'])} local and {len(heads['global'])} global heads"
+            self.view.message(f"credit: reads the attention of layers {layers} (from 0); {sizes}")
+        self._heads = heads
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``work``; if a stop is requested first, cancel ``work`` and return None."""
-        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
+        stopping = asyncio.ensure_future(self.stop.wait())
         try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return await self._unless_lost(work, stopping)
+        finally:
+            stopping.cancel()
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> T | Any:
+        """Return the result of ``work``. Cancel it if one of ``others`` is done first, and return None, or if the
+        learner is lost, and raise the cause."""
+        working, lost = asyncio.ensure_future(work), self.roles.learner_lost
+        try:
+            await asyncio.wait((working, lost, *others), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and lost.done():
+                raise lost.result()
             return await working if working.done() else None
         finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     async def _evaluate(self) -> EvalResult:
         self.view.stage("evaluation")
         settings, roles, step = self.config.evaluation, self.roles, self.step
         self.recorder.begin_evaluation(step)
         env = self.config.env.model_copy(update={"kwargs": {**self.config.env.kwargs, **settings.kwargs}})
-        result = await evaluate(
+        evaluation = evaluate(
             self.config.model_copy(update={"env": env}),
             roles.engine,
             roles.renderer,
@@ -277,6 +365,7 @@ class _Run:
             temperature=settings.temperature,
             on_episode=lambda trajectory, reason: self.recorder.episode(step, trajectory, EVALUATION, reason),
         )
+        result = await self._unless_lost(evaluation)
         self.recorder.metrics(step, evaluation_metrics(result))
         self.view.message(f"step {step}: success {result.success:.1%} on {result.episodes} evaluation episodes")
         self.view.stage("training")
@@ -301,7 +390,15 @@ class _Run:
             )
         self.saved_step = self.step
 
-    async def _restore(self, found: checkpoint.Checkpoint) -> None:
+    async def _restore(self, found: checkpoint.Checkpoint | None) -> None:
+        """Go back to a checkpoint, or, with None, to the beginning of the run, with a learner that has just started."""
+        self.loop, self._missing_signal = self._new_loop(), None
+        if found is None:
+            self.step, self.saved_step = 0, -1
+            self.success_before = self.demonstrated_success = None
+            self.recorder.rollback(-1)
+            self.snapshot = self.loop.state()
+            return
         await self.roles.learner.load(found.learner)
         self.step = self.saved_step = found.step
         self.success_before = found.state["success_before"]
@@ -310,7 +407,6 @@ class _Run:
         await self.roles.publish(found.step)
         self.snapshot = found.rollout_state()
         self.loop.restore(self.snapshot)
-        self.view.message(f"resumed after step {found.step}")
 
     def _record_episode(self, trajectory: Trajectory, ending: str, reason: str) -> None:
         self.recorder.episode(self.step + 1, trajectory, ending, reason)

@@ -24,7 +24,7 @@ from agentkit.trainers.roles import Roles
 from agentkit.trainers.rollout.episode import system_message
 from agentkit.trainers.rollout.evaluation import evaluate
 from agentkit.trainers.rollout.hosts import EnvSource
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.types import Group, Trajectory, Turn
 
@@ -85,7 +85,7 @@ async def imitate(config: RunConfig, roles: Roles, recorder: Recorder, view: Mes
 
 
 def expert_episodes(
-    config: EnvConfig, renderer: ChatRenderer, parser: ActionParser, settings: ImitationConfig, max_context: int
+    config: EnvConfig, renderer: ChatRenderer, parser: AnswerParser, settings: ImitationConfig, max_context: int
 ) -> list[Trajectory]:
     """Play the expert on the first ``settings.episodes`` training tasks, one action per turn.
 
@@ -119,7 +119,7 @@ class _Demonstrator:
     """Plays an environment's expert and records the answers that a policy would give."""
 
     def __init__(
-        self, source: EnvSource, renderer: ChatRenderer, parser: ActionParser, noise: float, max_context: int
+        self, source: EnvSource, renderer: ChatRenderer, parser: AnswerParser, noise: float, max_context: int
     ) -> None:
         self.source, self.renderer, self.parser = source, renderer, parser
         self.noise, self.max_context = noise, max_context

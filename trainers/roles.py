@@ -1,52 +1,131 @@
 """Start and stop the parts of a run: learner, engine, renderer, parser.
 
 Invariant: started parts are closed in reverse order, even if starting the next one fails. The engine is made from the
-same configuration as the learner, but serves only published weights.
+same configuration as the learner, but serves only published weights. A learner that was lost can be started again,
+beside the same engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentkit import progress
 from agentkit.config import RunConfig
+from agentkit.errors import EngineError, RoleError, WeightsUnavailable
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.cluster import place, reserve
-from agentkit.trainers.inference.base import InferenceEngine
-from agentkit.trainers.inference.replicas import OnEvent, Replicas
+from agentkit.trainers.cluster import have_places, place, reserve
+from agentkit.trainers.inference.base import ManagedEngine
+from agentkit.trainers.inference.replicas import PLACE_S, OnEvent, Replicas
+from agentkit.trainers.inference.router import Send
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.hosts import EnvSource
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
+from agentkit.trainers.rollout.plugin import make_parser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
 
 if TYPE_CHECKING:
     from agentkit.trainers.cluster.placement import Slot
+    from agentkit.trainers.weights.sent import SentWeights
 
 
-@dataclass(frozen=True, slots=True)
+_NOTICE_S = 5.0
+"""Seconds until the death of the learner is known here, after engines noticed it by the loss of its weights."""
+
+
 class Roles:
-    """The parts of a run; ``learner`` and ``engine`` may be proxies of roles in other processes."""
+    """The parts of a run; ``learner`` and ``engine`` may be proxies of roles in a cluster.
 
-    renderer: ChatRenderer
-    parser: ActionParser
+    ``start_roles`` makes it. ``learner`` is another object after each ``start_learner``.
+    """
+
     learner: Any
-    engine: InferenceEngine
-    shared: bool
-    """Whether the engine uses the learner's weights in place; they must not change while it computes."""
+    engine: ManagedEngine
+
+    def __init__(
+        self, config: RunConfig, renderer: ChatRenderer, parser: AnswerParser, slots: Sequence[Slot] | None
+    ) -> None:
+        self._config, self._slots = config, slots
+        self.renderer, self.parser = renderer, parser
+        self.shared = config.engine.share_weights
+        """Whether the engine uses the learner's weights in place; they must not change while it computes."""
+        self._sleeps = config.engine.sleep
+        self.learner = None
+        self.learner_lost: asyncio.Future[RoleError] = asyncio.get_running_loop().create_future()
+        """Done when the learner in a cluster is lost; its result is the cause."""
+
+    async def start_learner(self) -> None:
+        """Start the learner with its initial state, or start a lost one again.
+
+        Raises ``RoleError`` if the cluster has no room for it any more, or if a rank dies; then ``learner_lost`` is
+        done.
+        """
+        await self.close_learner()
+        self.learner_lost = asyncio.get_running_loop().create_future()
+        await self._wait_for_places()
+        try:
+            self.learner = await place(
+                "agentkit.trainers.learner.torch_learner:Learner",
+                self._config,
+                slots=self._slots,
+                name="learner",
+            )
+        except RoleError as error:
+            self.learner_lost.set_result(error)
+            raise
+        self.learner_lost = getattr(self.learner, "lost", self.learner_lost)
+        await self.learner.start()
+
+    async def close_learner(self) -> None:
+        """Close the learner, if it was started. What a lost one raises says nothing new."""
+        learner, self.learner = self.learner, None
+        if learner is not None:
+            with contextlib.suppress(RoleError):
+                await learner.close()
+
+    async def loss_of_learner(self, error: Exception) -> RoleError | None:
+        """Return why the learner was lost, if ``error`` of a role may follow from that; None if the learner lives."""
+        if self._slots is not None and isinstance(error, RoleError | EngineError):
+            await asyncio.wait((self.learner_lost,), timeout=_NOTICE_S)
+        return self.learner_lost.result() if self.learner_lost.done() else None
+
+    async def _wait_for_places(self) -> None:
+        if await have_places(self._slots):
+            return
+        assert self._slots is not None
+        deadline = time.monotonic() + PLACE_S
+        with progress.work("waiting for a node with room for the learner"):
+            while not await have_places(self._slots):
+                if time.monotonic() > deadline:
+                    needs = ", ".join(f"{amount:g} {name}" for name, amount in self._slots[0].resources.items())
+                    raise RoleError(
+                        f"a node with a rank of the learner was lost, and no other had room for it within {PLACE_S:g} "
+                        f"s (a rank needs {needs}): add a node and continue with --resume, or resume with fewer "
+                        "learner.ranks"
+                    )
+                await asyncio.sleep(1.0)
 
     async def train(self, batch: Batch, step: int) -> dict[str, float]:
         """Do one training step."""
-        if self.shared:
+        if self.shared or self._sleeps:
             await self.engine.pause("abort")
+        if self._sleeps:
+            await self.engine.sleep()
         return await self.learner.train(batch, step)
 
     async def stage(self, version: int) -> Weights:
         """Make the learner's weights available to engines as ``version``, while they go on generating."""
         return WeightsInPlace(version) if self.shared else await self.learner.publish(version)
+
+    async def send(self, weights: SentWeights) -> int:
+        """Let the learner send published weights to engines; return how many receivers got them."""
+        if self.learner is None:
+            raise WeightsUnavailable("the learner is being started again")
+        return await self.learner.send(weights)
 
     async def publish(self, version: int) -> None:
         """Load the learner's weights into an engine that has no requests. (The rollout loop updates a busy engine.)"""
@@ -60,34 +139,27 @@ class Roles:
 
 @contextlib.asynccontextmanager
 async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fields: None) -> AsyncIterator[Roles]:
-    """Start learner and engine in the placement of ``config``; ``on_event`` gets the events of ``Replicas``."""
+    """Start learner and engine, here or in the cluster of ``config``; ``on_event`` gets the events of ``Replicas``."""
     with progress.work("loading the tokenizer"):
         renderer = ChatRenderer(load_tokenizer(config.model.path))
     with progress.work(f"looking at {config.env.id}"):
         source = EnvSource.of(config.env)
-    parser = ActionParser(config.env.parser, source.actions_per_turn)
+    parser = make_parser(config, source.actions_per_turn)
     # One of the losses needs the environment's number of turns.
     settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
     async with contextlib.AsyncExitStack() as stack:
         with progress.work("reserving the cluster") if config.cluster else contextlib.nullcontext():
             slots = await stack.enter_async_context(reserve(config))
+        roles = Roles(settled, renderer, parser, slots.get("learner"))
+        stack.push_async_callback(roles.close_learner)
         with progress.work("starting the learner"):
-            learner = await place(
-                "agentkit.trainers.learner.torch_learner:Learner",
-                settled,
-                slots=slots.get("learner"),
-                placement=config.learner.placement,
-                ranks=config.learner.ranks,
-                threads=config.learner.threads,
-                name="learner",
-            )
-            stack.push_async_callback(learner.close)
-            await learner.start()
-        shared = config.engine.share_weights
+            await roles.start_learner()
         with progress.work("starting the engine"):
-            extra = {"model_object": learner.model} if shared else {}
-            engine = await stack.enter_async_context(start_engine(config, on_event, slots.get("engine"), **extra))
-        yield Roles(renderer, parser, learner, engine, shared)
+            extra = {"model_object": roles.learner.model} if roles.shared else {}
+            roles.engine = await stack.enter_async_context(
+                start_engine(config, on_event, slots.get("engine"), roles.send, **extra)
+            )
+        yield roles
 
 
 @contextlib.asynccontextmanager
@@ -95,14 +167,16 @@ async def start_engine(
     config: RunConfig,
     on_event: OnEvent = lambda kind, **fields: None,
     slots: Sequence[Slot] | None = None,
+    send: Send | None = None,
     **extra: Any,
-) -> AsyncIterator[InferenceEngine]:
+) -> AsyncIterator[ManagedEngine]:
     """Start what ``config.engine`` names: one engine in this process, or engines behind a router that replaces them.
 
-    ``slots`` are their places in a cluster, if there is one. ``extra`` arguments go to the engines.
+    ``slots`` are their places in a cluster, if there is one. ``send`` lets the learner send weights to them, see
+    ``Router``. ``extra`` arguments go to the engines.
     """
     settings = config.engine
-    if slots is None and settings.placement == "inline" and settings.replicas == 1:
+    if slots is None and settings.replicas == 1:
         engine = await _place_engine(config, 0, None, extra)
         try:
             await engine.start()
@@ -114,7 +188,10 @@ async def start_engine(
         lambda index: _place_engine(config, index, slots, extra),
         settings.replicas,
         minimum=settings.min_replicas,
+        send=send,
+        verify=settings.verify_weights,
         deterministic=config.deterministic,
+        has_place=lambda index: have_places(slots and slots[index : index + 1]),
         on_event=on_event,
     )
     async with replicas as router:
@@ -134,8 +211,6 @@ async def _place_engine(config: RunConfig, index: int, slots: Sequence[Slot] | N
         seed=config.seed,
         deterministic=config.deterministic,
         slots=slots and slots[index : index + 1],
-        placement=config.engine.placement,
-        threads=config.engine.threads,
         name="engine" if config.engine.replicas == 1 else f"engine {index}",
         **extra,
     )

@@ -1,4 +1,4 @@
-"""Small roles for the placement tests, in a separate module that a spawned process can import."""
+"""Small roles for the placement tests, in a separate module that actors can import."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class Probe:
     def __init__(self, *, rank: int = 0, world_size: int = 1, init_method: str | None = None, spoil: str = "") -> None:
         if spoil == "agentkit":
             raise PickyError(code=7)
-        if spoil == "other":
-            raise ValueError("a bad day")
         if spoil == "hang":
             time.sleep(60)
         if spoil == "exit":
@@ -105,10 +103,6 @@ class Probe:
     async def unpicklable(self) -> Any:
         return lambda: None
 
-    async def die(self, code: int) -> None:
-        print("last words", file=sys.stderr)
-        os._exit(code)
-
     async def block(self, seconds: float) -> None:
         """Hangs the event loop."""
         time.sleep(seconds)  # noqa: ASYNC251
@@ -122,9 +116,6 @@ class Probe:
         assert child.stdout is not None
         child.stdout.readline()
         return child.pid
-
-    async def variables(self, *names: str) -> list[str | None]:
-        return [os.environ.get(name) for name in names]
 
     async def only_rank(self, rank: int, what: str) -> int:
         """Rank ``rank`` misbehaves, the others are stuck as in a collective."""
@@ -160,17 +151,11 @@ class Torch:
         if init_method is not None:
             torch.distributed.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
 
-    async def variables(self, *names: str) -> list[str | None]:
-        return [os.environ.get(name) for name in names]
-
     async def wait(self) -> None:
         await asyncio.sleep(600)
 
     async def mean_of(self, values: np.ndarray) -> float:
         return await self.total(float(values.mean())) / 3.0
-
-    async def threads(self) -> int:
-        return self.torch.get_num_threads()
 
     async def total(self, value: float) -> float:
         tensor = self.torch.tensor([value * (self.torch.distributed.get_rank() + 1)])

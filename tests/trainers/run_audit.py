@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentkit.config import RunConfig, attempts
+from agentkit.records import iterate_trajectories
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -58,7 +59,18 @@ def audit(run: Path, config: RunConfig) -> dict[str, int]:
         for row in final:
             assert 0 <= step - 1 - row[6] <= math.ceil(config.rollout.async_ratio), f"group {group} was too old"
     assert trained_in == dict.fromkeys(range(1, config.steps + 1), config.rollout.groups)
+    _check_versions(run)
     return dict(endings)
+
+
+def _check_versions(run: Path) -> None:
+    """The tokens of an episode have the versions from its start on, in order, and none that was not trained yet."""
+    for row, played in iterate_trajectories(run / "episodes.sqlite"):
+        if row.ending == "eval":
+            continue
+        versions = [played.version_started, *(version for turn in played.turns for version, _ in turn.versions)]
+        assert versions == sorted(versions), f"group {played.group_id} has versions {versions}"
+        assert versions[-1] <= row.step - 1, f"group {played.group_id} of step {row.step} has versions {versions}"
 
 
 def _check_evaluations(rows: list[tuple[Any, ...]], config: RunConfig) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-from cluster_roles import PickyError, Probe, Torch
+from cluster_roles import PickyError
 from processes import gone, runs
-from requiring import require
 
 from agentkit.errors import ConfigError, EngineError, RoleError
 from agentkit.trainers.cluster import place
@@ -32,19 +31,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(lo
 
 Place = Callable[..., Awaitable[Any]]
 
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    """The module, connected to a cluster of its own. Its CPUs are the processes that Ray starts in advance."""
-    require("ray", "pip install 'agentkit-rl[ray]'")
-    from agentkit.trainers.cluster import ray_cluster
-
-    with ray_cluster.local_cluster(2):
-        yield ray_cluster
+PROBE, TORCH = "cluster_roles:Probe", "cluster_roles:Torch"
 
 
 @pytest.fixture(scope="module")
-def ranks_module(ray_cluster: Any) -> Any:
+def limits(ray_cluster: Any) -> Any:
+    """The module with the time limits of roles."""
     from agentkit.trainers.cluster import ranks
 
     return ranks
@@ -56,7 +48,7 @@ async def placing(ray_cluster: Any) -> AsyncIterator[Place]:
     proxies: list[Any] = []
     async with contextlib.AsyncExitStack() as reserved:
 
-        async def as_actor(factory: Any = Probe, ranks: int = 1, **kwargs: Any) -> Any:
+        async def as_actor(factory: str = PROBE, ranks: int = 1, **kwargs: Any) -> Any:
             plan = RolePlan("probe", ({"CPU": 0.01},) * ranks, "ranks")
             slots = await reserved.enter_async_context(ray_cluster.reserve_plans([plan]))
             proxy: Any = await place(factory, slots=slots["probe"], name="probe", **kwargs)
@@ -74,7 +66,7 @@ async def placing(ray_cluster: Any) -> AsyncIterator[Place]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def spawned(ray_cluster: Any) -> AsyncIterator[Place]:
+async def placed(ray_cluster: Any) -> AsyncIterator[Place]:
     async with placing(ray_cluster) as as_actor:
         yield as_actor
 
@@ -89,7 +81,7 @@ async def shared_probe(ray_cluster: Any) -> AsyncIterator[Any]:
 async def probe(request: pytest.FixtureRequest, shared_probe: Any) -> Any:
     """A role without history; the actor is the same one for all tests."""
     if request.param == "inline":
-        return await place(Probe)
+        return await place(PROBE)
     await shared_probe.reset()
     return shared_probe
 
@@ -200,8 +192,8 @@ class TestActor:
     async def test_ctrl_c_does_not_reach_the_role(self, shared_probe: Any) -> None:
         assert os.getpgid(shared_probe.pids[0]) != os.getpgid(0)
 
-    async def test_kill_9_fails_pending_and_later_calls_with_the_whole_story(self, spawned: Place) -> None:
-        probe = await spawned()
+    async def test_kill_9_fails_pending_and_later_calls_with_the_whole_story(self, placed: Place) -> None:
+        probe = await placed()
         grandchild = await probe.spawn()
         await probe.say("last words")
         calls = [asyncio.create_task(probe.wait_for_cancel()) for _ in range(50)]
@@ -219,45 +211,44 @@ class TestActor:
             await probe.close()
         await until(lambda: not runs(grandchild))
 
-    async def test_a_blocked_process_is_found_by_the_call_timeout(self, spawned: Place) -> None:
-        probe = await spawned(call_timeout=2)
-        assert await probe.echo() == ((), {})
-        other = asyncio.create_task(probe.wait_for_cancel())
-        with pytest.raises(RoleError, match=r"did not answer \w+ within 2 s"):
-            await probe.block(600)
-        with pytest.raises(RoleError):
-            await other
-        assert not probe.alive()
+    @pytest.mark.parametrize("how", ["blocked", "frozen"])
+    async def test_a_process_that_hangs_is_found_by_its_silence(
+        self, placed: Place, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        from agentkit.trainers.cluster import channel
+        from agentkit.trainers.cluster.host import HEARTBEAT_S
 
-    async def test_a_frozen_process_is_found_by_its_silence(self, spawned: Place) -> None:
-        probe = await spawned(silence_timeout=3)
-        await asyncio.sleep(0.1)
-        os.kill(probe.pids[0], signal.SIGSTOP)
-        with pytest.raises(RoleError, match=r"no sign of life for 8 s during 1 call\(s\) of echo"):
-            await probe.echo()
+        monkeypatch.setattr(channel, "SILENCE_S", HEARTBEAT_S + 3)
+        probe = await placed()
+        assert await probe.echo() == ((), {})
+        calls = [asyncio.create_task(probe.wait_for_cancel())]
+        if how == "blocked":
+            calls.append(asyncio.create_task(probe.block(600)))
+        else:
+            os.kill(probe.pids[0], signal.SIGSTOP)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, RoleError)
+            assert f"gave no sign of life for 8 s during {len(calls)} call(s) of" in str(result)
+        assert not probe.alive()
         assert not psutil.pid_exists(probe.pids[0])
 
-    async def test_an_error_of_a_constructor_is_raised_and_leaves_nothing(self, spawned: Place) -> None:
+    async def test_an_error_of_a_constructor_is_raised_and_leaves_nothing(
+        self, placed: Place, limits: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = _hosts()
         with pytest.raises(PickyError, match="code 7"):
-            await spawned(spoil="agentkit")
+            await placed(spoil="agentkit")
         with pytest.raises(RoleError, match=r"has ended[\s\S]*no such driver"):
-            await spawned(spoil="exit")
+            await placed(spoil="exit")
+        with pytest.raises(RoleError, match="Nothing"):
+            await placed("cluster_roles:Nothing")
+        monkeypatch.setattr(limits, "START_S", 5)
         with pytest.raises(RoleError, match="was not constructed within 5 s"):
-            await spawned(spoil="hang", start_timeout=5)
+            await placed(spoil="hang")
         end = time.monotonic() + 20
         while left := _hosts() - before:
             assert time.monotonic() < end, left
             await asyncio.sleep(0.2)
-
-    async def test_a_factory_that_no_other_process_can_import_is_refused(self, spawned: Place) -> None:
-        class Local(Probe): ...
-
-        for factory in (Local, lambda: Probe()):
-            with pytest.raises(ConfigError, match="cannot be imported by name"):
-                await spawned(factory)
-        with pytest.raises(RoleError, match="Nothing"):
-            await spawned("cluster_roles:Nothing")
 
 
 def _hosts() -> set[int]:
@@ -271,8 +262,8 @@ def _hosts() -> set[int]:
 
 
 class TestClose:
-    async def test_close_calls_the_roles_close_once(self, spawned: Place, tmp_path: Path) -> None:
-        probe = await spawned()
+    async def test_close_calls_the_roles_close_once(self, placed: Place, tmp_path: Path) -> None:
+        probe = await placed()
         await probe.prepare_close(str(tmp_path / "closed"))
         pending = asyncio.create_task(probe.wait_for_cancel())
         await asyncio.gather(*(probe.close() for _ in range(5)))
@@ -282,17 +273,29 @@ class TestClose:
             with pytest.raises(RoleError, match="probe is closed"):
                 await call
 
+    async def test_a_role_that_hangs_is_killed_at_once(self, placed: Place) -> None:
+        probe = await placed()
+        hanging = asyncio.create_task(probe.block(600))
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await probe.kill()
+        assert time.monotonic() - began < 20
+        assert not runs(probe.pids[0])
+        with pytest.raises(RoleError, match="probe was killed"):
+            await hanging
+        assert not probe.lost.done(), "the caller wanted it"
+
     async def test_a_close_that_hangs_or_raises_ends_the_process_all_the_same(
-        self, spawned: Place, ranks_module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, placed: Place, limits: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(ranks_module, "CLOSE_S", 0.2)
-        probe = await spawned()
+        monkeypatch.setattr(limits, "CLOSE_S", 0.2)
+        probe = await placed()
         await probe.prepare_close("hang")
         await probe.close()
         assert "did not close within 0.2 s" in caplog.text
         assert not runs(probe.pids[0])
         monkeypatch.undo()
-        probe = await spawned()
+        probe = await placed()
         await probe.prepare_close("raise")
         with pytest.raises(PickyError, match="code 1"):
             await probe.close()
@@ -300,41 +303,37 @@ class TestClose:
 
 
 class TestRanks:
-    async def test_ranks_form_a_group_that_works_and_a_cancelled_call_keeps(self, spawned: Place) -> None:
-        role = await spawned(Torch, ranks=2, threads=3)
+    async def test_ranks_form_a_group_that_works_and_a_cancelled_call_keeps(self, placed: Place) -> None:
+        role = await placed(TORCH, ranks=2)
         assert len(set(role.pids)) == 2
-        assert await role.threads() == 3
-        assert await role.variables("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") == ["3"] * 3
         assert await role.total(10.0) == 30.0
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(role.wait(), 0.2)
         assert await role.total(1.0) == 3.0
         assert await role.mean_of(np.ones(100_000)) == 1.0, "arguments in the object store"
 
-    @pytest.mark.parametrize(("what", "error"), [("raise", PickyError), ("die", RoleError)])
+    @pytest.mark.parametrize(
+        ("rank", "what", "error"), [(1, "raise", PickyError), (1, "die", RoleError), (0, "die", RoleError)]
+    )
     async def test_one_failing_rank_ends_the_group_though_others_are_stuck(
-        self, spawned: Place, ranks_module: Any, monkeypatch: pytest.MonkeyPatch, what: str, error: type[Exception]
+        self, placed: Place, limits: Any, monkeypatch: pytest.MonkeyPatch, rank: int, what: str, error: type[Exception]
     ) -> None:
-        monkeypatch.setattr(ranks_module, "GRACE_S", 0.3)
-        probe = await spawned(ranks=2)
+        monkeypatch.setattr(limits, "GRACE_S", 0.3)
+        probe = await placed(ranks=2)
         identity = await probe.identity()
         assert (identity["rank"], identity["world_size"], identity["pid"]) == (0, 2, probe.pids[0])
-        with pytest.raises(error, match="code 1" if what == "raise" else "rank 1 .*has ended"):
-            await probe.only_rank(1, what)
+        with pytest.raises(error, match=f"code {rank}" if what == "raise" else f"rank {rank} .*has ended"):
+            await probe.only_rank(rank, what)
         assert not any(runs(pid) for pid in probe.pids), "the error comes when the group has ended"
-        with pytest.raises(RoleError, match="rank 1"):
+        with pytest.raises(RoleError, match=f"rank {rank}"):
             await probe.identity()
 
-    async def test_a_rank_that_dies_between_calls_ends_the_group(self, spawned: Place) -> None:
-        probe = await spawned(ranks=2)
+    async def test_a_rank_that_dies_between_calls_ends_the_group(self, placed: Place) -> None:
+        probe = await placed(ranks=2)
         os.kill(probe.pids[1], signal.SIGKILL)
         await until(lambda: not any(runs(pid) for pid in probe.pids))
         with pytest.raises(RoleError, match=r"rank 1 .*unexpectedly exits"):
             await probe.identity()
-
-    async def test_ranks_need_a_cluster(self) -> None:
-        with pytest.raises(ConfigError, match="2 ranks need"):
-            await place(Probe, ranks=2)
 
 
 class TestReservation:

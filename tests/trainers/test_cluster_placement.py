@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentkit.config import RunConfig
-from agentkit.trainers.cluster.placement import plan, shortage, total
+from agentkit.trainers.cluster.placement import plan, reservations, shortage, total
 
 
 def config(**changes: Any) -> RunConfig:
@@ -38,6 +38,19 @@ def test_the_device_decides_about_gpus_and_resources_override_amounts() -> None:
         "engine": [{"CPU": 1, "GPU": 0.4}],
     }
     assert total(plan(shared, gpus=True)) == {"CPU": 9, "GPU": 1, "big": 1}
+
+
+def test_colocated_roles_share_places() -> None:
+    halves = config(
+        cluster={"colocate": True},
+        engine={"replicas": 2, "threads": 2, "resources": {"gpu_like": 0.25}},
+        learner={"ranks": 2, "resources": {"gpu_like": 0.75}},
+    )
+    plans = plan(halves, gpus=True)
+    assert bundles(halves, gpus=True)["engine"] == [{"CPU": 2, "GPU": 0.5, "gpu_like": 0.25}] * 2
+    assert reservations(plans) == {"learner": [{"CPU": 3, "GPU": 1, "gpu_like": 1}] * 2}
+    assert shortage(plans, [{"CPU": 6.0, "GPU": 2.0, "gpu_like": 2.0}]) is None
+    assert "needs 3 CPU" in str(shortage(plans, [{"CPU": 2.0, "GPU": 1.0, "gpu_like": 1.0}] * 3))
 
 
 @pytest.mark.parametrize(

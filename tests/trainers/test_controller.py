@@ -117,9 +117,9 @@ def tokens(trajectory: Trajectory) -> tuple[Any, ...]:
         {"rollout": {"async_ratio": 1.0, "extra_groups": 1, "extra_members": 1}},
         {"rollout": {"async_ratio": 0.5, "in_flight": "continue"}, "gate": {"policy": "drop"}},
         {"rollout": {"dynamic_sampling": True}, "learner": {"minibatches": 2, "epochs": 2}},
-        {"algorithm": {"advantage": "gae"}, "critic": {}},
+        {"algorithm": {"advantage": "gae"}, "critic": {"count": 2, "layers": 1, "hidden_size": 16}},
     ],
-    ids=["sync", "async-redundant", "drop-continue", "dynamic-sampling", "critic"],
+    ids=["sync", "async-redundant", "drop-continue", "dynamic-sampling", "critics"],
 )
 async def test_a_run_trains_its_steps_and_accounts_for_every_episode(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = small(tmp_path / "run", **changes)

@@ -1,4 +1,4 @@
-"""Several engines in processes: one that is killed or frozen costs no request and no episode."""
+"""Several engines as actors: one that is killed or frozen costs no request and no episode."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from agentkit.config import RunConfig
 from agentkit.records import iterate_trajectories
 from agentkit.run_directory import RunDirectory
-from agentkit.trainers import controller
-from agentkit.trainers.cluster import place
+from agentkit.trainers import controller, roles
+from agentkit.trainers.cluster import place, reserve
 from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
-from agentkit.trainers.inference.hf import HFEngine
 from agentkit.trainers.inference.replicas import Replicas
-from agentkit.trainers.roles import start_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,6 +30,7 @@ def configuration(directory: Path, **engine: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "dir": directory,
+            "cluster": {},
             "steps": 1000,
             "env": {"id": "FrozenLake-v1", "kwargs": {"size": 2}, "max_turns": 2, "actions_per_turn": 1},
             "engine": {"max_context": 256, "max_batch": 8, "threads": 1, **engine},
@@ -42,10 +41,17 @@ def configuration(directory: Path, **engine: Any) -> RunConfig:
     )
 
 
-def engine_process(index: int) -> psutil.Process:
-    """The process of an engine; its name is its last argument."""
-    processes = psutil.Process().children()
-    return next(process for process in processes if process.cmdline()[-1:] == [f"engine {index}"])
+@pytest.fixture
+def actors(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The latest actor of each name."""
+    latest: dict[str, Any] = {}
+
+    async def recorded(*args: Any, name: str, **kwargs: Any) -> Any:
+        latest[name] = await place(*args, name=name, **kwargs)
+        return latest[name]
+
+    monkeypatch.setattr(roles, "place", recorded)
+    return latest
 
 
 async def play(engine: InferenceEngine) -> list[Generation]:
@@ -63,43 +69,39 @@ async def play(engine: InferenceEngine) -> list[Generation]:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
-async def test_an_engine_lost_in_generation_costs_no_request(tmp_path: Path, fault: signal.Signals) -> None:
-    config = configuration(tmp_path)
-    async with start_engine(config) as single:
+async def test_an_engine_lost_in_generation_costs_no_request(
+    tmp_path: Path, actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
+) -> None:
+    config = configuration(tmp_path, replicas=2)
+    async with roles.start_engine(configuration(tmp_path)) as single:
         expected = await play(single)
     events: list[tuple[str, dict[str, Any]]] = []
-
-    async def make(index: int) -> InferenceEngine:
-        arguments: dict[str, Any] = {"seed": config.seed, "placement": "process", "threads": 1}
-        return await place(HFEngine, config.model, config.engine, name=f"engine {index}", **arguments)
-
-    replicas = Replicas(
-        make, 2, heartbeat_s=1, silence_s=15, on_event=lambda kind, **fields: events.append((kind, fields))
-    )
-    async with replicas as engine:
+    monkeypatch.setattr(roles, "Replicas", partial(Replicas, heartbeat_s=1, silence_s=15))
+    async with (
+        reserve(config) as slots,
+        roles.start_engine(config, lambda kind, **fields: events.append((kind, fields)), slots["engine"]) as engine,
+    ):
         playing = asyncio.ensure_future(play(engine))
         while (await engine.stats()).engines[1].generated_tokens < 100:  # noqa: ASYNC110 (engines have no event)
             await asyncio.sleep(0.01)
-        process = engine_process(1)
-        os.kill(process.pid, fault)
+        (pid,) = actors["engine 1"].pids
+        os.kill(pid, fault)
         for got, one in zip(await asyncio.wait_for(playing, 300), expected, strict=True):
             np.testing.assert_array_equal(got.ids, one.ids)
             np.testing.assert_allclose(got.logprobs, one.logprobs, atol=1e-4)
             assert (got.versions, got.finish_reason) == (one.versions, one.finish_reason)
         assert events[0][0] == "engine_lost"
-        assert ("SIGKILL" if fault == signal.SIGKILL else "hangs") in events[0][1]["text"]
-        if fault == signal.SIGSTOP:
-            process.kill()  # else its end takes the time that a role has for closing
+        assert ("has ended" if fault == signal.SIGKILL else "hangs") in events[0][1]["text"]
         while [kind for kind, _ in events] != ["engine_lost", "engine_joined"]:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        assert engine_process(1).pid != process.pid
+        assert actors["engine 1"].pids != [pid]
 
 
 class View:
     """Kills engine 1 after the first step, and stops the run two steps after its replacement joined."""
 
-    def __init__(self, directory: Path, stop: asyncio.Event) -> None:
-        self.events, self.stop = directory / "events.jsonl", stop
+    def __init__(self, directory: Path, stop: asyncio.Event, actors: dict[str, Any]) -> None:
+        self.events, self.stop, self.actors = directory / "events.jsonl", stop, actors
         self.metrics: list[dict[str, float]] = []
         self.joined_before: int | None = None
 
@@ -112,7 +114,7 @@ class View:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append(dict(metrics))
         if step == 1:
-            engine_process(1).kill()  # episodes of the next step are being played
+            os.kill(self.actors["engine 1"].pids[0], signal.SIGKILL)  # episodes of the next step are being played
         if self.joined_before is None and "engine_joined" in self.events.read_text():
             self.joined_before = step
         if self.joined_before is not None and step >= self.joined_before + 2:
@@ -120,12 +122,14 @@ class View:
 
 
 @pytest.mark.parametrize("async_ratio", [0.0, 1.0])
-async def test_a_run_loses_an_engine_and_nothing_else(tmp_path: Path, async_ratio: float) -> None:
-    config = configuration(tmp_path / "run", replicas=2, placement="process")
+async def test_a_run_loses_an_engine_and_nothing_else(
+    tmp_path: Path, actors: dict[str, Any], async_ratio: float
+) -> None:
+    config = configuration(tmp_path / "run", replicas=2)
     rollout = config.rollout.model_copy(update={"async_ratio": async_ratio})
     config = config.model_copy(update={"rollout": rollout})
     stop, directory = asyncio.Event(), RunDirectory.create(config)
-    view: Any = View(config.dir, stop)
+    view: Any = View(config.dir, stop, actors)
     try:
         result = await controller.run(config, directory, resume=False, view=view, stop=stop)
     finally:
@@ -151,7 +155,7 @@ async def test_a_run_loses_an_engine_and_nothing_else(tmp_path: Path, async_rati
     events = [json.loads(line) for line in (config.dir / "events.jsonl").read_text().splitlines()]
     lost, joined = (next(e for e in events if e["event"] == kind) for kind in ("engine_lost", "engine_joined"))
     assert lost["engine"] == joined["engine"] == 1
-    assert "SIGKILL" in lost["text"]
+    assert "has ended" in lost["text"]
     last = view.metrics[-1]
     assert last["engine/1/restarts"] == 1
     assert last["engine/0/version"] == last["engine/1/version"] == result.steps

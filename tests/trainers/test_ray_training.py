@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from requiring import require
 from safetensors.torch import load_file
 
 import agentkit
@@ -19,7 +18,7 @@ from agentkit.errors import ConfigError
 from agentkit.records import iterate_trajectories
 
 # A busy machine needs minutes to start Ray and the processes of its actors.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("ray_cluster")]
 
 TINY: dict[str, Any] = {
     "steps": 2,
@@ -29,18 +28,6 @@ TINY: dict[str, Any] = {
     "learner": {"lr": 1e-3, "threads": 1},
     "evaluation": {"episodes": 2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """The cluster of all runs in this process."""
-    require("ray", "pip install 'agentkit-rl[ray]'")
-    from agentkit.trainers.cluster import ray_cluster
-
-    before = torch.get_num_threads()
-    with ray_cluster.local_cluster(3):
-        yield
-    torch.set_num_threads(before)
 
 
 def played(directory: Path) -> list[tuple[Any, ...]]:
@@ -56,12 +43,25 @@ def final_weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model" / "model.safetensors")
 
 
-def test_one_engine_and_one_rank_equal_a_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
-    whole = agentkit.train({**TINY, "deterministic": True, "dir": tmp_path / "inline"})
-    placed = agentkit.train({**TINY, "deterministic": True, "dir": tmp_path / "actors", "cluster": {}})
-    assert placed.steps == whole.steps == 2
-    assert played(tmp_path / "actors") == played(tmp_path / "inline")
-    one, other = final_weights(tmp_path / "inline"), final_weights(tmp_path / "actors")
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole") / "inline"
+    assert agentkit.train({**TINY, "deterministic": True, "dir": directory}).steps == 2
+    return directory
+
+
+@pytest.mark.parametrize("weights", ["auto", "gloo", "ipc"])
+def test_one_engine_and_one_rank_equal_a_run_in_one_process_bit_for_bit(
+    tmp_path: Path, inline: Path, weights: str
+) -> None:
+    actors = {
+        "dir": tmp_path / "actors",
+        "cluster": {"colocate": weights == "ipc"},
+        "engine": {**TINY["engine"], "weights": weights},
+    }
+    assert agentkit.train({**TINY, "deterministic": True, **actors}).steps == 2
+    assert played(tmp_path / "actors") == played(inline)
+    one, other = final_weights(inline), final_weights(tmp_path / "actors")
     assert one.keys() == other.keys()
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=0, atol=0, msg=name)
@@ -74,8 +74,9 @@ def test_a_run_that_does_not_fit_is_refused_with_what_is_missing(tmp_path: Path)
         )
 
 
-def test_the_command_trains_with_two_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_command_trains_with_two_engines_and_two_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     overrides = ["steps=2", "rollout.groups=2", "rollout.group_size=2", "rollout.max_tokens=4", "evaluation.episodes=2"]
+    overrides += ["imitation.episodes=8", "imitation.batch_episodes=4", "rollout.dynamic_sampling=false"]
     result = subprocess.run(
         [sys.executable, "-m", "agentkit", "run", "examples/cluster.yaml", f"dir={tmp_path / 'run'}", *overrides],
         cwd=Path(__file__).parents[2],
@@ -89,3 +90,19 @@ def test_the_command_trains_with_two_ranks_and_leaves_nothing(tmp_path: Path) ->
     mine = {child.pid for child in psutil.Process().children(recursive=True)}
     left = [p for p in psutil.process_iter(["cmdline"]) if "ray::Host" in " ".join(p.info["cmdline"] or [])]
     assert not [p for p in left if p.pid not in mine]
+
+
+def test_a_program_may_import_ray_first_and_have_a_token(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    program = """
+import ray
+from agentkit.trainers.cluster import ray_cluster
+with ray_cluster.local_cluster(1):
+    print(len(ray.nodes()), "node")
+"""
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment = {**unset, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert "1 node" in result.stdout, result.stderr

@@ -6,19 +6,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from requiring import require
+from role_batch import batch
 from role_envs import Patient
 
 from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.errors import EngineUnavailable, LearnerError
 from agentkit.sandboxes.backends.local.backend import LocalBackend
-from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.roles import start_roles
-from agentkit.types import Group, Trajectory, Turn
 
 
 @pytest.fixture
@@ -33,20 +32,6 @@ async def local_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
     await backend.close()
 
 
-def batch() -> Batch:
-    def member(index: int) -> Trajectory:
-        turn = Turn(
-            prompt_ids=np.array([5, 6], np.int32),
-            action_ids=np.array([7, 8 + index], np.int32),
-            action_logprobs=np.full(2, -6.0, np.float32),
-            versions=((0, 2),),
-            reward=float(index),
-        )
-        return Trajectory(0, index, "test", 0, 0, [turn])
-
-    return flatten([Group(0, 0, 0, [member(0), member(1)])])
-
-
 async def gradient(**env: Any) -> float:
     """Return the norm of the first gradient under ``aggregation: constant``."""
     config = RunConfig.model_validate(
@@ -58,6 +43,18 @@ async def gradient(**env: Any) -> float:
     )
     async with start_roles(config) as roles:
         return (await roles.learner.train(batch(), 0))["policy/grad_norm"]
+
+
+@pytest.mark.parametrize(("learner", "engine"), [(3, 2), (2, 3), (3, None), (None, 3)])
+async def test_roles_in_one_process_have_their_own_threads(learner: int | None, engine: int | None) -> None:
+    default = torch.get_num_threads()
+    config = {"env": {"id": "FrozenLake-v1"}, "learner": {"threads": learner}, "engine": {"threads": engine}}
+    async with start_roles(RunConfig.model_validate(config)) as roles:
+        engines: Any = roles.engine
+        for _ in range(2):
+            assert await roles.learner._compute(torch.get_num_threads) == (learner or default)
+            assert await engines._call("threads", lambda core: torch.get_num_threads()) == (engine or default)
+    assert torch.get_num_threads() == default
 
 
 async def test_the_constant_of_an_aggregation_is_the_length_that_the_environment_declares(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from agentkit.errors import RoleError
 from agentkit.trainers.cluster.encoding import decode, decode_error
-from agentkit.trainers.cluster.host import HEARTBEAT_S, TICK_S, Host, Identity, Kind, Operation, Surroundings
+from agentkit.trainers.cluster.host import TICK_S, Host, Identity, Kind, Operation, Surroundings
 from agentkit.trainers.cluster.placement import Slot
 
-WATCH_S = 0.1
-"""Seconds between two checks of the oldest call's time limit."""
+SILENCE_S = 60.0
+"""Seconds without a heartbeat after which a process counts as hung, and is killed."""
 EXIT_S = 5.0
 """Seconds for a killed process to disappear, and for another node to send the last output of a process."""
 TAIL_BYTES = 4096
@@ -45,7 +45,6 @@ class RoleCall(NamedTuple):
     number: int
     method: str
     future: asyncio.Future[Any]
-    deadline: float
 
 
 class Channel:
@@ -53,18 +52,12 @@ class Channel:
 
     Args:
         name: of the role (and rank), for messages.
-        call_timeout: seconds after which a call that has not ended counts as hung, and the actor is killed.
-        silence_timeout: seconds without a heartbeat after which the process counts as hung, and the actor is killed.
         on_end: called once, when the actor has ended in any way.
     """
 
-    def __init__(
-        self, name: str, *, call_timeout: float | None, silence_timeout: float, on_end: Callable[[RoleError], None]
-    ) -> None:
+    def __init__(self, name: str, on_end: Callable[[RoleError], None]) -> None:
         self.name = name
         self.identity: Identity | None = None
-        self._call_timeout = call_timeout
-        self._silence_timeout = HEARTBEAT_S + silence_timeout
         self._on_end = on_end
         self._calls: dict[int, RoleCall] = {}
         self._numbers = itertools.count(1)
@@ -103,7 +96,11 @@ class Channel:
         if self._end is not None:
             identifying.cancel()
             raise RoleError(str(self._end))
-        self.identity = await identifying
+        try:
+            self.identity = await identifying
+        except RayError:
+            await asyncio.shield(self._watcher)  # its calls fail for the same reason
+            raise RoleError(str(self._end)) from None
 
     async def rendezvous(self) -> str:
         """Return a URL at which ranks can meet on the actor's node."""
@@ -113,9 +110,7 @@ class Channel:
         """Start a call. Raises ``RoleError`` if the actor has ended."""
         if self._end is not None:
             raise RoleError(str(self._end))
-        limit = float("inf") if self._call_timeout is None or kind == Kind.CONSTRUCT else self._call_timeout
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = RoleCall(next(self._numbers), method, future, time.monotonic() + limit)
+        call = RoleCall(next(self._numbers), method, asyncio.get_running_loop().create_future())
         self._calls[call.number] = call
         self._send(Operation(kind, call.number, body))
         return call
@@ -167,7 +162,7 @@ class Channel:
     async def _collect(self) -> None:
         while True:
             # A constructor may import for minutes without a heartbeat; it has a limit of its own.
-            limit = self._silence_timeout if self._constructed else None
+            limit = SILENCE_S if self._constructed else None
             for number, failed, body in await asyncio.wait_for(_value(self._actor.collect.remote()), limit):
                 self._constructed = True
                 call = self._calls.pop(number, None)
@@ -190,25 +185,13 @@ class Channel:
         loop = asyncio.get_running_loop()
         serving = [loop.create_task(work) for work in (self._submit(), self._collect(), self._stop.wait())]
         try:
-            while not any(task.done() for task in serving):
-                self._find_hung_call()
-                await asyncio.wait(serving, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in serving:
                 task.cancel()
             results = await asyncio.gather(*serving, return_exceptions=True)
             errors = [result for result in results if isinstance(result, Exception)]
             await self._finish(errors[0] if errors else None)
-
-    def _find_hung_call(self) -> None:
-        # All calls have the same limit, so the first one is the oldest.
-        oldest = next(iter(self._calls.values()), None)
-        if oldest is not None and time.monotonic() > oldest.deadline:
-            self._cause = self._cause or (
-                f"{self._where()} did not answer {oldest.method} within {self._call_timeout} s, so it was killed; it "
-                "hangs, or the time limit is too short for this call"
-            )
-            self._stop.set()
 
     async def _finish(self, error: Exception | None) -> None:
         with contextlib.suppress(RayError):
@@ -227,7 +210,7 @@ class Channel:
         during = ", ".join(sorted({call.method for call in self._calls.values()}))
         calls = f" during {len(self._calls)} call(s) of {during}" if during else ""
         if isinstance(error, asyncio.TimeoutError):
-            end = f"gave no sign of life for {self._silence_timeout:g} s{calls}, so it was killed."
+            end = f"gave no sign of life for {SILENCE_S:g} s{calls}, so it was killed."
         elif isinstance(error, RayError):
             end = f"has ended{calls}. {_reason(error)}"
         else:

@@ -13,7 +13,7 @@ import pkgutil
 import random
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -57,8 +57,6 @@ class Answer(NamedTuple):
 class Surroundings(NamedTuple):
     """What a host takes over from the driver's process, before anything is imported or constructed."""
 
-    threads: int | None
-    """CPU threads of torch and of numerical libraries."""
     path: Sequence[str]
     """Where modules are found, after the node's own places."""
     directory: str
@@ -89,7 +87,6 @@ class Host:
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._answers: list[Answer] = []
         self._answered = asyncio.Event()
-        self._threads = surroundings.threads
         _enter(surroundings, interface(address))
 
     async def identity(self) -> Identity:
@@ -139,11 +136,8 @@ class Host:
         answers, self._answers = self._answers, []
         return answers
 
-    def _construct(self, factory: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        construct = pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
-        self._role = construct(*args, **kwargs)
-        if self._threads is not None and "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(self._threads)
+    def _construct(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._role = pkgutil.resolve_name(factory)(*args, **kwargs)
         cls = type(self._role)
         self._methods = frozenset(
             name
@@ -177,9 +171,6 @@ def _enter(surroundings: Surroundings, interface: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     for name in ("NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
-    if surroundings.threads is not None:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-            os.environ[name] = str(surroundings.threads)
     sys.path += [entry for entry in surroundings.path if entry not in sys.path]
     with contextlib.suppress(OSError):
         os.chdir(surroundings.directory)

@@ -30,6 +30,8 @@ class RolePlan(NamedTuple):
     bundles: tuple[Resources, ...]
     settings: str
     """The settings that determine ``bundles``."""
+    beside: str | None = None
+    """A role whose processes, one by one, have the places of this role's."""
 
 
 def plan(config: RunConfig, *, gpus: bool) -> tuple[RolePlan, ...]:
@@ -37,15 +39,28 @@ def plan(config: RunConfig, *, gpus: bool) -> tuple[RolePlan, ...]:
     device, learner, engine = config.model.device, config.learner, config.engine
     on_gpu = device.startswith("cuda") or (device == "auto" and gpus)
 
-    def bundle(threads: int | None, num_gpus: int, resources: Resources) -> Resources:
+    colocated = config.cluster is not None and config.cluster.colocate
+
+    def bundle(threads: int | None, num_gpus: float, resources: Resources) -> Resources:
         return {"CPU": float(threads or 1), **({"GPU": float(num_gpus)} if on_gpu else {}), **resources}
 
-    rank = bundle(learner.threads, 1, learner.resources)
-    replica = bundle(engine.threads, engine.tensor_parallel, engine.resources)
+    rank = bundle(learner.threads, 0.5 if colocated else 1, learner.resources)
+    replica = bundle(engine.threads, 0.5 if colocated else engine.tensor_parallel, engine.resources)
     return (
         RolePlan("learner", (rank,) * learner.ranks, "learner.ranks"),
-        RolePlan("engine", (replica,) * engine.replicas, "engine.replicas"),
+        RolePlan("engine", (replica,) * engine.replicas, "engine.replicas", "learner" if colocated else None),
     )
+
+
+def reservations(plans: Sequence[RolePlan]) -> dict[str, list[dict[str, float]]]:
+    """Return what is reserved, by the role that owns the places: of each place, the sum for all processes there."""
+    places = {role.role: [dict(bundle) for bundle in role.bundles] for role in plans if role.beside is None}
+    for role in plans:
+        if role.beside is not None:
+            for place, bundle in zip(places[role.beside], role.bundles, strict=True):
+                for name, amount in bundle.items():
+                    place[name] = place.get(name, 0.0) + amount
+    return places
 
 
 def total(plans: Sequence[RolePlan]) -> dict[str, float]:
@@ -77,13 +92,13 @@ def shortage(plans: Sequence[RolePlan], nodes: Sequence[Resources]) -> str | Non
                 f"the run needs {needed:g} {name} ({', '.join(parts)}), and the cluster has {present:g} on "
                 f"{len(nodes)} node(s): add nodes, or lower {_settings(plans, name)}"
             )
-    for role in plans:
-        for bundle in role.bundles:
+    for role, places in reservations(plans).items():
+        for bundle in places:
             if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
                 needs = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
                 return (
-                    f"one process of the {role.role} needs {needs} on one node, and no node of the cluster has that: "
-                    f"add such a node, or lower {role.role}.threads or {role.role}.resources"
+                    f"one process of the {role} needs {needs} on one node, and no node of the cluster has that: "
+                    f"add such a node, or lower {role}.threads or {role}.resources"
                 )
     return None
 

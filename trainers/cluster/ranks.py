@@ -23,9 +23,11 @@ from agentkit.trainers.cluster.placement import Slot
 
 logger = logging.getLogger(__name__)
 
+START_S = 600.0
+"""Seconds for starting the actors, importing and constructing the role."""
 CLOSE_S = 30.0
 """Seconds for a role's ``close`` before its processes are killed."""
-NOTICE_S = 1.0
+NOTICE_S = 3.0
 """Seconds to notice the death of a rank after another one failed: the others fail in a collective because of it."""
 GRACE_S = 5.0
 """Seconds for the other ranks to finish their calls after one rank failed."""
@@ -36,16 +38,14 @@ SHARED_BYTES = 100_000
 class RemoteRole:
     """The proxy of a role in actors; it has the role's coroutine methods. Created by ``place``."""
 
-    def __init__(
-        self, name: str, ranks: int, *, call_timeout: float | None = None, silence_timeout: float = 60.0
-    ) -> None:
+    def __init__(self, name: str, ranks: int) -> None:
         self._name = name
         names = [name if ranks == 1 else f"{name} rank {rank}" for rank in range(ranks)]
-        self._channels = [
-            Channel(of_rank, call_timeout=call_timeout, silence_timeout=silence_timeout, on_end=self._on_end)
-            for of_rank in names
-        ]
+        self._channels = [Channel(of_rank, self._on_end) for of_rank in names]
         self._methods: frozenset[str] = frozenset()
+        self.lost: asyncio.Future[RoleError] = asyncio.get_running_loop().create_future()
+        """Done when the role cannot be used any more because a process died or hung, or because one of several ranks
+        raised another error than an ``AgentkitError``; its result is the cause."""
         self._failure: str | None = None
         self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -73,27 +73,23 @@ class RemoteRole:
         """Process ids, by rank, each on the node of its rank."""
         return [channel.identity.pid for channel in self._channels if channel.identity is not None]
 
-    async def _launch(
-        self, slots: Sequence[Slot], factory: Any, args: Any, kwargs: Any, threads: int | None, timeout: float
-    ) -> None:
+    async def _launch(self, slots: Sequence[Slot], factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the actors and construct the role; on an error nothing remains."""
         try:
-            await asyncio.wait_for(self._start(slots, factory, args, kwargs, threads), timeout)
+            await asyncio.wait_for(self._start(slots, factory, args, kwargs), START_S)
         except BaseException as error:
             tails = [await channel.tail() for channel in self._channels] if _timed_out(error) else []
             self._failure = f"{self._name} could not be started"
             await asyncio.shield(asyncio.get_running_loop().create_task(self._end_all(self._failure)))
             if _timed_out(error):
                 raise RoleError(
-                    f"{self._name} was not constructed within {timeout:g} s, so it was killed. Its last output:\n"
+                    f"{self._name} was not constructed within {START_S:g} s, so it was killed. Its last output:\n"
                     + "\n".join(tails)
                 ) from None
             raise
 
-    async def _start(
-        self, slots: Sequence[Slot], factory: Any, args: Any, kwargs: dict[str, Any], threads: int | None
-    ) -> None:
-        around = Surroundings(threads, sys.path, os.getcwd())
+    async def _start(self, slots: Sequence[Slot], factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        around = Surroundings(sys.path, os.getcwd())
         await asyncio.gather(
             *(channel.start(slot, around) for channel, slot in zip(self._channels, slots, strict=True))
         )
@@ -119,6 +115,11 @@ class RemoteRole:
             return
         await asyncio.shield(self._closing)
 
+    async def kill(self) -> None:
+        """End the actors at once, without the role's ``close``: for a role that hangs. Idempotent."""
+        self._failure = self._failure or f"{self._name} was killed"
+        await self._end_all(self._failure)
+
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._failure is not None:
             raise RoleError(self._failure)
@@ -142,6 +143,8 @@ class RemoteRole:
                 if error is not None:
                     for other in futures:
                         other.add_done_callback(_forget)
+                    if isinstance(error, RoleError):
+                        self._lose(error)
                     await self._fail(f"{self._name} has ended because {channel.name} failed: {error}")
                     raise error
             return futures[0].result()
@@ -153,8 +156,14 @@ class RemoteRole:
     def _on_end(self, error: RoleError) -> None:
         """Handle the end of an actor: the others cannot continue without it."""
         first, self._failure = self._failure is None, self._failure or str(error)
+        if first:
+            self._lose(error)
         if first and any(channel.alive for channel in self._channels):
             self._ending = asyncio.get_running_loop().create_task(self._end_failed())
+
+    def _lose(self, cause: RoleError) -> None:
+        if not self.lost.done():
+            self.lost.set_result(cause)
 
     async def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure

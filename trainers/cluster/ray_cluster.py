@@ -11,11 +11,12 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -29,16 +30,26 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or (Path.home() / ".ray" / "auth_token").is_file():
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # by itself, Ray uses its token only for the address "auto"
 # Ray reads these variables when it is imported.
 
 import ray  # noqa: E402
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
+from ray._private.authentication.authentication_token_setup import (  # noqa: E402
+    maybe_enable_token_auth_if_token_available,
+)
+from ray.util.placement_group import (  # noqa: E402
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from agentkit.config import RunConfig  # noqa: E402
 from agentkit.errors import ConfigError, RoleError  # noqa: E402
-from agentkit.trainers.cluster.placement import RolePlan, Slot, plan, shortage, total  # noqa: E402
+from agentkit.trainers.cluster.placement import RolePlan, Slot, plan, reservations, shortage, total  # noqa: E402
+
+logging.getLogger("ray").setLevel(logging.ERROR)
+# By itself, Ray uses an existing token only for new clusters and for the address "auto".
+maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +93,10 @@ async def reserve(config: RunConfig) -> AsyncIterator[dict[str, tuple[Slot, ...]
             cpus = math.ceil(total(plan(config, gpus=False))["CPU"])
             address = config.cluster.address
             connecting = local_cluster(cpus) if address == "local" else joined_cluster(address)
+            handler = signal.getsignal(signal.SIGTERM)
             await asyncio.to_thread(stack.enter_context, connecting)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray's own one aborts
         gpus = any(node.get("GPU") for node in _nodes())
         async with reserve_plans(plan(config, gpus=gpus)) as slots:
             yield slots
@@ -92,23 +106,33 @@ async def reserve(config: RunConfig) -> AsyncIterator[dict[str, tuple[Slot, ...]
 async def reserve_plans(plans: Sequence[RolePlan]) -> AsyncIterator[dict[str, tuple[Slot, ...]]]:
     """Reserve the places of these processes in the connected cluster, in one placement group per role.
 
+    Processes of roles that are beside another role have places in its group.
+
     Raises:
         ConfigError: the cluster lacks resources, which is found at once, or others use them for ``RESERVE_S``.
     """
     if missing := shortage(plans, _nodes()):
         raise ConfigError(f"cluster: {missing}")
-    groups: list[PlacementGroup] = []
+    groups: dict[str, PlacementGroup] = {}
     try:
-        for role in plans:
-            groups.append(placement_group([dict(bundle) for bundle in role.bundles], strategy="PACK"))
-        await _wait(groups, plans)
+        for role, places in reservations(plans).items():
+            groups[role] = placement_group(places, strategy="PACK")
+        await _wait(list(groups.values()), plans)
         yield {
-            role.role: tuple(Slot(group, index, bundle) for index, bundle in enumerate(role.bundles))
-            for role, group in zip(plans, groups, strict=True)
+            role.role: tuple(
+                Slot(groups[role.beside or role.role], index, bundle) for index, bundle in enumerate(role.bundles)
+            )
+            for role in plans
         }
     finally:
-        for group in groups:
+        for group in groups.values():
             remove_placement_group(group)
+
+
+def have_places(slots: Sequence[Slot]) -> bool:
+    """Return whether the nodes of these places live. Ray gives the places of a lost node to others that have room."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return all(placement_group_table(slot.group)["bundles_to_node_id"].get(slot.bundle) in alive for slot in slots)
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -178,5 +202,4 @@ def joined_cluster(address: str) -> Iterator[None]:
 
 
 def _init(**options: Any) -> None:
-    logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -38,6 +38,10 @@ class Sampling:
     seed: int | None = None
     """Seed of the request: the same seed, prompt and weights give the same tokens."""
 
+    def __reduce__(self) -> tuple[Any, ...]:  # pickles in half the time; each request between processes needs it
+        limits = (self.max_tokens, self.temperature, self.top_p, self.top_k)
+        return Sampling, (*limits, self.stop_ids, self.stop_strings, self.seed)
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -47,6 +51,9 @@ class Generation:
     logprobs: FloatArray
     versions: VersionRuns
     finish_reason: FinishReason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as that of ``Sampling``
+        return Generation, (self.ids, self.logprobs, self.versions, self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +114,16 @@ class InferenceEngine(Protocol):
 
     async def close(self) -> None:
         """Stop everything the engine started. Idempotent."""
+        ...
+
+
+class ManagedEngine(InferenceEngine, Protocol):
+    """An engine as a training run manages it."""
+
+    async def sleep(self) -> None:
+        """Free the engine's memory on the GPU until the next ``update_weights``. Call it while paused."""
+        ...
+
+    async def checksum(self) -> str:
+        """Return a digest of the weights as they are served; engines of one kind with equal weights have equal ones."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any
 
 from agentkit.errors import EngineError
@@ -17,7 +18,8 @@ from agentkit.trainers.inference.batch import RunningBatch
 from agentkit.trainers.inference.request import GenerationRequest
 from agentkit.trainers.inference.sessions import SessionStore
 from agentkit.trainers.inference.weights import load_weights
-from agentkit.trainers.weights.base import Weights
+from agentkit.trainers.weights.base import Receiver, Weights
+from agentkit.trainers.weights.tensors import bytes_of
 from agentkit.types import FinishReason
 
 
@@ -40,6 +42,7 @@ class Core:
         self.outbox: list[tuple[GenerationRequest, Generation | EngineError]] = []
         self.failure: EngineError | None = None
         self._model, self._batch, self._store, self._decoder, self._shared = model, batch, store, decoder, shared
+        self._receiver = Receiver(str(model.device))
         self._waiting: deque[GenerationRequest] = deque()
         self._paused = False
         self._version = 0
@@ -111,7 +114,7 @@ class Core:
             raise EngineError("update_weights was called while the engine samples: call pause first")
         if not self._shared:
             try:
-                load_weights(self._model, weights)
+                load_weights(self._model, weights, self._receiver)
             except EngineError as error:
                 if error.fatal:
                     self.fail(error)
@@ -125,12 +128,21 @@ class Core:
         self._version = weights.version
         return weights.version
 
+    def checksum(self) -> str:
+        self._check()
+        digest = sha256()
+        for name, tensor in self._model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(bytes_of(tensor).data)
+        return digest.hexdigest()
+
     def fail(self, error: EngineError) -> None:
         """Fail every request, and every later call, with the error."""
         self.failure = self.failure or error
         self.outbox += [(request, self.failure) for request in (*self._batch.clear(), *self._waiting)]
         self._waiting.clear()
         self._store.clear()
+        self._receiver.close()
 
     def stats(self) -> EngineStats:
         counters = self._batch.counters

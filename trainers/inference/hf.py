@@ -19,6 +19,7 @@ import torch
 
 from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import ConfigError, EngineError
+from agentkit.trainers.cpu_threads import use_threads
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.inference.batch import RunningBatch
 from agentkit.trainers.inference.cache import KeyValueShape, RowCache
@@ -59,6 +60,7 @@ class HFEngine:
         its owner changes the weights while the engine is paused, and ``update_weights`` copies nothing.
         """
         self._model, self._engine, self._seed = model, engine, seed
+        self._threads = engine.threads or torch.get_num_threads()
         self._rows = 1 if deterministic else engine.max_batch
         self._reuse = not deterministic
         self._given = model_object
@@ -119,6 +121,12 @@ class HFEngine:
 
     async def update_weights(self, weights: Weights) -> int:
         return await self._call("update_weights", lambda core: core.update(weights))
+
+    async def sleep(self) -> None:
+        raise EngineError("the hf engine keeps its memory: engine.sleep needs engine.kind=vllm")
+
+    async def checksum(self) -> str:
+        return await self._call("checksum", lambda core: core.checksum())
 
     async def stats(self) -> EngineStats:
         return self._running().stats()
@@ -230,8 +238,7 @@ class HFEngine:
             return  # The event loop is closed, so no caller waits.
 
     def _load(self) -> Core:
-        if self._engine.threads is not None:
-            torch.set_num_threads(self._engine.threads)
+        use_threads(self._threads)
         model = self._given if self._given is not None else load_policy(self._model, self._seed)
         view, shape = prepare(model, self._engine.max_context)
         self._vocabulary = vocabulary_size(model)

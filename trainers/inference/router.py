@@ -7,37 +7,45 @@ an update, only with the router's version. Nothing is computed twice for a calle
 A request contains its whole history, so any engine can compute it. The router sends the turns of a session to one
 engine, its home, where their prefix is cached, as long as the home has not promised many more tokens than the idlest
 engine.
+
+A request runs in its caller's task: the event loop takes most of the time of a request, and another task would double
+that. If the engine of a request is lost, the router cancels the call of the engine, as ``asyncio.timeout`` does, and
+calls another one. So engines must end a cancelled call at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from agentkit.errors import EngineError, RoleError
-from agentkit.trainers.inference.base import EngineStats, Generation, InferenceEngine, PauseMode, Sampling
+from agentkit.trainers.inference.base import EngineStats, Generation, ManagedEngine, PauseMode, Sampling
 from agentkit.trainers.weights.base import Weights
 
 T = TypeVar("T")
+Send = Callable[[Any], Coroutine[Any, Any, int]]
 
 SLACK = 4096
 """Promised tokens by which the home of a session may exceed the idlest engine before its requests go there."""
 _PROMPTS = 4096
 """Latest first prompts whose home is remembered, for further sessions with the same one."""
 _NONE = EngineStats(0, 0, 0, 0.0, 0, 0)
+_PROMISED = attrgetter("promised")
+_LOAD = attrgetter("promised", "sessions", "index")
 
 
 class Replica:
     """One engine behind a router. A lost engine never returns; another replica takes its index."""
 
-    def __init__(self, index: int, engine: InferenceEngine) -> None:
+    def __init__(self, index: int, engine: ManagedEngine) -> None:
         self.index, self.engine = index, engine
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Done when the engine is lost; its result is the cause."""
@@ -53,13 +61,15 @@ class Replica:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Request:
-    prompt: Sequence[int] | np.ndarray
-    sampling: Sampling
-    session: str
-    answer: asyncio.Future[Generation]
+    """One call of ``generate``: it waits, or an engine computes it, or it is interrupted and has not noticed yet."""
+
+    task: asyncio.Task[Any]
+    cancellations: int
+    """Those of ``task`` that are not due to this request."""
     replica: Replica | None = None
-    call: asyncio.Task[Generation] | None = None
     cost: int = 0
+    waiting: asyncio.Future[None] | None = None
+    aborted: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,24 +82,35 @@ class _Session:
 class Router:
     """Implements ``InferenceEngine`` over replicas, which ``join`` after they have been started."""
 
-    def __init__(self, size: int, *, deterministic: bool = False, slack: int = SLACK) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        send: Send | None = None,
+        verify: bool = False,
+        deterministic: bool = False,
+        slack: int = SLACK,
+    ) -> None:
         """
         Args:
             size: number of replicas; their indices are ``0 … size - 1``.
+            send: lets the learner send weights of which it keeps no copy; awaited during each update with such weights.
+            verify: compare the weights that the engines serve after each update, and expel those that differ.
             deterministic: the home of a session depends on its name only, and the loss of an engine is an error.
             slack: tokens by which a home may exceed the idlest engine, see ``SLACK``.
         """
-        self._size, self._deterministic, self._slack = size, deterministic, slack
+        self._size, self._send, self._deterministic, self._slack = size, send, deterministic, slack
         self._live: dict[int, Replica] = {}
-        self._held: dict[_Request, None] = {}
-        """Requests that wait until the router is open and has an engine, in order of arrival."""
+        self._held: dict[str, list[_Request]] = {}
+        """Requests that wait until the router is open and has an engine, by session."""
         self._sessions: dict[str, _Session] = {}
-        self._requests: dict[str, dict[_Request, None]] = {}
-        """Unanswered requests by session."""
         self._prompts: OrderedDict[int, Replica] = OrderedDict()
         """Hashes of first prompts, with the engine that got the last one: the members of a group share it."""
         self._open = True
         self._weights: Weights | None = None
+        self._verify = verify
+        self._checksum: str | None = None
+        """Of the served weights, as far as compared."""
         self._fence = asyncio.Lock()
         """Held while the engines pause, resume or change their weights."""
         self._past = [_NONE] * size
@@ -117,9 +138,16 @@ class Router:
             engine = replica.engine
             await self._ask(replica, engine.pause("abort"))
             if self._weights is not None:
-                replica.version = await self._ask(replica, engine.update_weights(self._weights))
+                answer = (await self._update(self._weights, [replica]))[replica]
+                if isinstance(answer, Exception):
+                    raise answer
+                replica.version = answer
                 if replica.version != self._weights.version:
                     raise _wrong_version(replica, self._weights.version)
+                if self._verify and self._checksum is not None:
+                    checksum = await self._ask(replica, engine.checksum())
+                    if checksum != self._checksum:
+                        raise _wrong_weights(replica)
             if self._open:
                 await self._ask(replica, engine.resume())
             if not self._open:  # Closed meanwhile: the pause waits for the fence.
@@ -139,21 +167,14 @@ class Router:
         self._lost[replica.index] += 1
         if self._deterministic:
             self.fail(cause)
-        requests = list(replica.requests)
-        for request in requests:
-            self._take_back(request)
-        for request in requests:
-            self._place(request)
+        _interrupt(replica)
 
     def fail(self, cause: Exception) -> None:
         """End all requests, and all later calls, with ``cause``. The first cause stays."""
         self._failure = self._failure or cause
-        for requests in list(self._requests.values()):
-            for request in list(requests):
-                self._take_back(request)
-                if not request.answer.done():
-                    request.answer.set_exception(self._failure)
-        self._held.clear()
+        for replica in self._live.values():
+            _interrupt(replica)
+        self._release()
 
     async def close(self) -> None:
         """End all requests and all later calls with an error. Each engine is closed by its owner. Idempotent."""
@@ -162,28 +183,44 @@ class Router:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, session: str) -> Generation:
-        self._check()
-        request = _Request(prompt_ids, sampling, session, asyncio.get_running_loop().create_future())
-        requests = self._requests.setdefault(session, {})
-        requests[request] = None
-        self._place(request)
-        try:
-            return await request.answer
-        finally:
-            self._take_back(request)
-            self._held.pop(request, None)
-            del requests[request]
-            if not requests and self._requests.get(session) is requests:
-                del self._requests[session]
+        task = asyncio.current_task()
+        assert task is not None
+        request = _Request(task, _cancellations(task))
+        while True:
+            self._check()
+            if not self._open or not self._live:
+                await self._hold(request, session)
+                if request.aborted:
+                    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
+                continue
+            home = self._choose(prompt_ids, session)
+            replica = home.home
+            _place(request, replica, max(len(prompt_ids) - home.cached, 1) + sampling.max_tokens)
+            try:
+                generation = await replica.engine.generate(prompt_ids, sampling, session=session)
+            except (Exception, asyncio.CancelledError) as error:
+                if _take_back(request):
+                    cause = _loss(request, replica, error)
+                    if cause is None:
+                        raise
+                    self.expel(replica, cause)
+                else:
+                    _acknowledge(request)
+            else:
+                if _take_back(request):
+                    home.cached = len(prompt_ids) + len(generation.ids) - 1
+                    return generation
+                _acknowledge(request)
+            finally:
+                _take_back(request)
 
     async def abort(self, session: str) -> None:
         """End a session's requests where they are, and forget its home."""
         if self._failure is not None:
             return  # They have ended.
-        for request in list(self._requests.get(session, ())):
-            if request in self._held:
-                del self._held[request]
-                request.answer.set_result(Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort"))
+        for request in self._held.get(session, ()):
+            request.aborted = True
+            _wake(request)
         known = self._sessions.pop(session, None)
         if known is None or known.home.lost.done():
             return
@@ -195,84 +232,60 @@ class Router:
                 raise
             self.expel(known.home, error)
 
-    def _place(self, request: _Request) -> None:
-        """Send a request to an engine, or hold it back."""
-        if request.answer.done():
-            return
-        if not self._open or not self._live:
-            self._held[request] = None
-            return
-        replica, cached = self._choose(request)
-        request.cost = max(len(request.prompt) - cached, 1) + request.sampling.max_tokens
-        request.replica = replica
-        replica.promised += request.cost
-        replica.requests[request] = None
-        generation = replica.engine.generate(request.prompt, request.sampling, session=request.session)
-        request.call = asyncio.ensure_future(generation)
-        request.call.add_done_callback(partial(self._answered, request, replica))
-
-    def _choose(self, request: _Request) -> tuple[Replica, int]:
-        """Return the engine for a request, and how many of its prompt's tokens are cached there; make it the home."""
-        known = self._sessions.get(request.session)
+    def _choose(self, prompt: Sequence[int] | np.ndarray, session: str) -> _Session:
+        """Return the session with the engine for its next request, and how many tokens are cached there."""
+        known = self._sessions.get(session)
+        if known is not None and (self._deterministic or self._has_room(known.home)):
+            return known
         if self._deterministic:
-            home, cached = self._live[zlib.crc32(request.session.encode()) % self._size], 0
+            home, cached = self._live[zlib.crc32(session.encode()) % self._size], 0
+        elif known is None:
+            home, cached = self._of_prompt(prompt)
         else:
-            idlest = min(self._live.values(), key=lambda replica: (replica.promised, replica.sessions, replica.index))
-            home, cached = (known.home, known.cached) if known is not None else self._of_prompt(request, idlest)
-            if home.lost.done() or home.promised > idlest.promised + self._slack:
-                home, cached = idlest, 0
+            home, cached = self._idlest(), 0
         if known is not None:
             known.home.sessions -= 1
-        self._sessions[request.session] = _Session(home, cached)
         home.sessions += 1
-        return home, cached
+        self._sessions[session] = chosen = _Session(home, cached)
+        return chosen
 
-    def _of_prompt(self, request: _Request, idlest: Replica) -> tuple[Replica, int]:
+    def _has_room(self, home: Replica) -> bool:
+        least = min(map(_PROMISED, self._live.values()))
+        return not home.lost.done() and home.promised <= least + self._slack
+
+    def _idlest(self) -> Replica:
+        return min(self._live.values(), key=_LOAD)
+
+    def _of_prompt(self, ids: Sequence[int] | np.ndarray) -> tuple[Replica, int]:
         """Return the engine that got the last session with this first prompt, else the idlest; and what it caches."""
-        prompt = hash(np.asarray(request.prompt, np.int32).tobytes())
+        prompt = hash(np.asarray(ids, np.int32).tobytes())
         home = self._prompts.get(prompt)
-        if home is None or home.lost.done() or home.promised > idlest.promised + self._slack:
-            home, cached = idlest, 0
+        if home is not None and self._has_room(home):
+            cached = len(ids)
         else:
-            cached = len(request.prompt)
+            home, cached = self._idlest(), 0
         self._prompts[prompt] = home
         self._prompts.move_to_end(prompt)
         if len(self._prompts) > _PROMPTS:
             self._prompts.popitem(last=False)
         return home, cached
 
-    def _answered(self, request: _Request, replica: Replica, call: asyncio.Task[Generation]) -> None:
-        cancelled = EngineError(f"engine {replica.index} cancelled a request of its own accord", fatal=True)
-        error = cancelled if call.cancelled() else call.exception()
-        if request.call is not call:
-            return  # It was cancelled, or another engine computes it.
-        if isinstance(error, Exception) and is_lost(error):
-            self.expel(replica, error)
-            return
-        self._take_back(request)
-        if request.answer.done():
-            return
-        if error is not None:
-            request.answer.set_exception(error)
-            return
-        generation, known = call.result(), self._sessions.get(request.session)
-        if known is not None and known.home is replica:
-            known.cached = len(request.prompt) + len(generation.ids) - 1
-        request.answer.set_result(generation)
-
-    def _take_back(self, request: _Request) -> None:
-        """Remove a request from its engine, if it has one."""
-        replica, call = request.replica, request.call
-        request.replica = request.call = None
-        if replica is not None and call is not None:
-            del replica.requests[request]
-            replica.promised -= request.cost
-            call.cancel()
+    async def _hold(self, request: _Request, session: str) -> None:
+        """Wait until the router may be open, or has failed, or the request is aborted."""
+        request.waiting = asyncio.get_running_loop().create_future()
+        held = self._held.setdefault(session, [])
+        held.append(request)
+        try:
+            await request.waiting
+        finally:
+            held.remove(request)
+            if not held:
+                del self._held[session]
 
     def _release(self) -> None:
-        held, self._held = self._held, {}
-        for request in held:
-            self._place(request)
+        for requests in self._held.values():
+            for request in requests:
+                _wake(request)
 
     # -- fences -----------------------------------------------------------------------------------------------------
 
@@ -299,7 +312,7 @@ class Router:
             raise EngineError("update_weights was called while the engines sample: call pause first")
         async with self._fence:
             version = weights.version
-            answers = await self._answers(lambda engine: engine.update_weights(weights))
+            answers = await self._update(weights, self.live)
             refusals = [answer for answer in answers.values() if isinstance(answer, Exception) and not is_lost(answer)]
             if refusals and version not in answers.values():
                 raise refusals[0]
@@ -310,29 +323,74 @@ class Router:
                 replica.version = answer
                 if answer != version:
                     self.expel(replica, _wrong_version(replica, version))
-            self._check()
             self._weights = weights
+            if self._verify:
+                await self._compare()
+            self._check()
             self._prompts.clear()
             for known in self._sessions.values():
                 known.cached = 0
         return weights.version
 
-    async def _each(self, call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]]) -> None:
+    async def _update(self, weights: Weights, replicas: Sequence[Replica]) -> dict[Replica, int | Exception]:
+        """Update replicas. Raises the learner's error if it sends the weights and fails."""
+        weights = weights.for_engines(len(replicas))
+        updating = asyncio.ensure_future(self._answers(lambda engine: engine.update_weights(weights), replicas))
+        if not weights.sent or not replicas:
+            return await updating
+        assert self._send is not None
+        sending = asyncio.ensure_future(self._send(weights))
+        try:
+            await asyncio.wait((sending, updating), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            answers = await updating
+            if weights.version in answers.values():
+                await sending
+            return answers
+        finally:
+            sending.cancel()
+            updating.cancel()
+            await asyncio.gather(sending, updating, return_exceptions=True)
+
+    async def _compare(self) -> None:
+        """Expel the engines whose weights differ from those of most; without a majority, all of them."""
+        answers = await self._answers(lambda engine: engine.checksum(), self.live)
+        votes = Counter(answer for answer in answers.values() if isinstance(answer, str))
+        self._checksum = next((checksum for checksum, count in votes.items() if 2 * count > len(answers)), None)
+        for replica, answer in answers.items():
+            if isinstance(answer, Exception):
+                self.expel(replica, answer)
+            elif answer != self._checksum:
+                self.expel(replica, _wrong_weights(replica))
+
+    async def sleep(self) -> None:
+        """Let all engines sleep until the next update."""
+        self._check()
+        async with self._fence:
+            await self._each(lambda engine: engine.sleep())
+
+    async def checksum(self) -> str:
+        """Return the checksum of the served weights, which the engines were compared by; empty without a comparison."""
+        return self._checksum or ""
+
+    async def _each(self, call: Callable[[ManagedEngine], Coroutine[Any, Any, Any]]) -> None:
         """Call all engines at once; expel those that fail."""
-        for replica, answer in (await self._answers(call)).items():
+        for replica, answer in (await self._answers(call, self.live)).items():
             if isinstance(answer, Exception):
                 self.expel(replica, answer)
         self._check()
 
-    async def _answers(self, call: Callable[[InferenceEngine], Coroutine[Any, Any, T]]) -> dict[Replica, T | Exception]:
+    async def _answers(
+        self, call: Callable[[ManagedEngine], Coroutine[Any, Any, T]], replicas: Sequence[Replica]
+    ) -> dict[Replica, T | Exception]:
         async def answer(replica: Replica) -> T | Exception:
             try:
                 return await self._ask(replica, call(replica.engine))
             except Exception as error:
                 return error
 
-        live = self.live
-        return dict(zip(live, await asyncio.gather(*map(answer, live)), strict=True))
+        return dict(zip(replicas, await asyncio.gather(*map(answer, replicas)), strict=True))
 
     async def _ask(self, replica: Replica, call: Coroutine[Any, Any, T]) -> T:
         """Await a control call. Raises ``EngineError`` with the cause as soon as the replica is lost."""
@@ -353,16 +411,16 @@ class Router:
         Counters of lost engines stay in the sums, so that no counter goes back. ``busy_s`` is the mean.
         """
         self._check()
-        for replica, answer in (await self._answers(lambda engine: engine.stats())).items():
+        for replica, answer in (await self._answers(lambda engine: engine.stats(), self.live)).items():
             if isinstance(answer, Exception):
                 self.expel(replica, answer)
             else:
                 replica.stats = answer
         self._check()
         engines = tuple(self._total(index, self._live.get(index)) for index in range(self._size))
-        total = _sum(engines)
+        total, held = _sum(engines), sum(map(len, self._held.values()))
         return dataclasses.replace(
-            total, busy_s=total.busy_s / self._size, waiting=total.waiting + len(self._held), engines=engines
+            total, busy_s=total.busy_s / self._size, waiting=total.waiting + held, engines=engines
         )
 
     def _total(self, index: int, replica: Replica | None) -> EngineStats:
@@ -377,6 +435,57 @@ class Router:
             raise self._failure
 
 
+def _place(request: _Request, replica: Replica, cost: int) -> None:
+    request.replica, request.cost = replica, cost
+    replica.promised += cost
+    replica.requests[request] = None
+
+
+def _take_back(request: _Request) -> bool:
+    """Remove a request from its engine. Return False if it has none, because it was interrupted."""
+    replica, request.replica = request.replica, None
+    if replica is None:
+        return False
+    replica.promised -= request.cost
+    del replica.requests[request]
+    return True
+
+
+def _interrupt(replica: Replica) -> None:
+    """Take back all requests of an engine. Their tasks notice it by a cancellation."""
+    for request in list(replica.requests):
+        _take_back(request)
+        request.task.cancel()
+
+
+def _acknowledge(request: _Request) -> None:
+    """Go on after an interruption. Raises ``CancelledError`` if the caller has cancelled the task, too."""
+    if sys.version_info >= (3, 11) and request.task.uncancel() > request.cancellations:
+        raise asyncio.CancelledError
+
+
+def _loss(request: _Request, replica: Replica, error: BaseException) -> Exception | None:
+    """Return why an engine is lost that ended a request with ``error``; None if it is not, and the error the caller's.
+
+    Python 3.10 does not count cancellations: there each one is the caller's.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        if sys.version_info < (3, 11) or request.task.cancelling() > request.cancellations:
+            return None
+        return EngineError(f"engine {replica.index} cancelled a request of its own accord", fatal=True)
+    return error if isinstance(error, Exception) and is_lost(error) else None
+
+
+def _cancellations(task: asyncio.Task[Any]) -> int:
+    """Return the number of cancellations of a task that are under way."""
+    return task.cancelling() if sys.version_info >= (3, 11) else 0
+
+
+def _wake(request: _Request) -> None:
+    if request.waiting is not None and not request.waiting.done():
+        request.waiting.set_result(None)
+
+
 def is_lost(error: Exception) -> bool:
     """Return whether an engine that raised ``error`` serves nothing any more."""
     return isinstance(error, RoleError) or (isinstance(error, EngineError) and error.fatal)
@@ -385,6 +494,13 @@ def is_lost(error: Exception) -> bool:
 def _wrong_version(replica: Replica, version: int) -> EngineError:
     return EngineError(
         f"engine {replica.index} serves version {replica.version} after an update to version {version}", fatal=True
+    )
+
+
+def _wrong_weights(replica: Replica) -> EngineError:
+    return EngineError(
+        f"engine {replica.index} serves other weights than most engines after the update to version {replica.version}",
+        fatal=True,
     )
 
 

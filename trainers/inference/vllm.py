@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import shutil
 import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,9 @@ from agentkit.trainers.inference.clock import BusyClock
 from agentkit.trainers.inference.sampling import check_sampling
 from agentkit.trainers.inference.vllm_launch import SEED, launch
 from agentkit.trainers.inference.weights import checkpoint_shapes
-from agentkit.trainers.weights.base import Weights, check_fits
+from agentkit.trainers.weights.base import Receiver, Weights, check_fits
+from agentkit.trainers.weights.sent import SentWeights
 from agentkit.trainers.weights.shared_memory import SharedStaging, SharedWeights
-from agentkit.trainers.weights.tensors import tensor_of
 
 START_TIMEOUT = 1800.0
 """Seconds for loading a model; vLLM's own limits are shorter in most places."""
@@ -73,7 +75,7 @@ class VLLMEngine:
         self._served: dict[str, tuple[int, ...]] = {}  # the checkpoint's tensors, which every update must bring
         self._active: dict[str, set[_Request]] = defaultdict(set)
         self._ids = itertools.count()
-        self._paused = False
+        self._paused = self._asleep = False
         self._closed = False
         self._unusable: str | None = "it is not started: await start()"
         self._own_sampler = False
@@ -278,14 +280,29 @@ class VLLMEngine:
         finally:
             staging.release()
 
-    async def _load(self, llm: Any, weights: SharedWeights) -> int:
+    async def sleep(self) -> None:
+        llm = self._serving()
+        if not self._paused:
+            raise EngineError("an engine sleeps while it is paused: call pause(...) first")
+        # Level 2 drops the weights: the next update brings all of them.
+        await self._control(llm.sleep(level=2))
+        self._asleep = True
+
+    async def _load(self, llm: Any, weights: SharedWeights | SentWeights) -> int:
         try:
+            if self._asleep:
+                await self._control(llm.wake_up(["weights"]))
             # Requests that were kept lose their cache too: vLLM preempts them, and computes it again on resumption.
             if not await self._control(llm.reset_prefix_cache(reset_running_requests=True)):
                 raise EngineError("vLLM could not empty its KV cache")
             await self._control(llm.start_weight_update())
             await self._control(llm.update_weights(_update_request(weights)))
             await self._control(llm.finish_weight_update(weight_version=str(weights.version)))
+            if self._asleep:
+                await self._control(llm.wake_up(["kv_cache"]))
+                self._asleep = False
+                # vLLM goes on with its requests as soon as it is awake.
+                await self._control(llm.pause_generation(mode="keep", clear_cache=False))
             return int(await self._control(llm.get_weight_version()))
         except BaseException as error:
             self._unusable = f"its update to version {weights.version} failed half-way ({_last_line(error)})"
@@ -296,6 +313,10 @@ class VLLMEngine:
                     fatal=True,
                 ) from error
             raise
+
+    async def checksum(self) -> str:
+        digests = await self._control(self._serving().compute_weight_checksums())
+        return sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     # State
 
@@ -381,22 +402,23 @@ def _init_request() -> Any:
     return WeightTransferInitRequest(init_info={})
 
 
-def _on_this_machine(weights: Weights, staging: SharedStaging) -> SharedWeights:
+def _on_this_machine(weights: Weights, staging: SharedStaging) -> SharedWeights | SentWeights:
     """Return weights that vLLM's workers can read. Raises ``EngineError`` if they are not available."""
-    if isinstance(weights, SharedWeights):
-        next(weights.buckets())
+    if isinstance(weights, SentWeights):
         return weights
-    tensors = ([(spec.name, tensor_of(spec, data)) for spec, data in bucket] for bucket in weights.buckets())
+    if isinstance(weights, SharedWeights):
+        next(weights.buckets(Receiver()))
+        return weights
     try:
-        return staging.stage(weights.version, tensors)
+        return staging.stage(weights.version, weights.buckets(Receiver()))
     except LearnerError as error:
         raise EngineError(str(error)) from error
 
 
-def _update_request(weights: SharedWeights) -> Any:
+def _update_request(weights: SharedWeights | SentWeights) -> Any:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    return WeightTransferUpdateRequest(update_info=weights.plain())
+    return WeightTransferUpdateRequest(update_info={"sent": weights.sent, "weights": weights.plain()})
 
 
 def _last_line(error: BaseException) -> str:

@@ -37,6 +37,7 @@ OWNED = {
     "generation_config": None,
     "weight_transfer_config": None,
     "worker_extension_cls": None,
+    "enable_sleep_mode": "engine.sleep",
 }
 """Arguments of vLLM that agentkit sets, with the setting to change instead where there is one."""
 
@@ -108,6 +109,8 @@ def engine_arguments(
     }
     if on_cpu:
         arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+    elif engine.sleep:
+        arguments["enable_sleep_mode"] = True
     return arguments | engine.options
 
 

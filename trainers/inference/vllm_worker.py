@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,42 +27,41 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from agentkit.trainers.inference.vllm_guard import guard
 from agentkit.trainers.inference.vllm_launch import SEED
+from agentkit.trainers.weights.base import Receiver
+from agentkit.trainers.weights.sent import SentWeights
 from agentkit.trainers.weights.shared_memory import SharedWeights
-from agentkit.trainers.weights.tensors import tensor_of
 
-TRANSPORT = "agentkit_shared_memory"
+TRANSPORT = "agentkit"
 """Name of the transport in vLLM's registry."""
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Shared memory needs no rendezvous."""
+    """Workers meet the learner in each update, not before."""
 
 
 @dataclass
-class SegmentUpdate(WeightTransferUpdateInfo):
-    """What ``SharedWeights.plain`` returns: vLLM passes only plain data to its workers."""
+class Update(WeightTransferUpdateInfo):
+    """Published weights as plain data, which is all that vLLM passes to its workers."""
 
-    version: int = 0
-    tensors: list[list[Any]] = field(default_factory=list)
-    segment: list[Any] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    sent: bool
+    weights: dict[str, Any]
 
 
-class SharedMemoryTransfer(WeightTransferEngine):
-    """A weight-transfer engine of vLLM's own kind whose wire is the shared memory of one machine.
+class Transfer(WeightTransferEngine):
+    """A weight-transfer engine of vLLM's own kind, for weights as a learner of agentkit publishes them.
 
-    vLLM ships transports for NCCL, CUDA IPC and RDMA, all of which need accelerators on both sides. Shared memory works
-    with every device and with tensor-parallel workers alike: each reads the segment and keeps its shards.
+    Each worker of a tensor-parallel engine reads or receives all weights and keeps its shards. vLLM's own transports
+    need accelerators on both sides, and vLLM on the learner's side.
     Layer-wise reloading is vLLM's: parameters return to their checkpoint form, are loaded, processed again as at the
     first load (packing, quantisation) and copied into the tensors that the kernels already hold.
     """
 
     init_info_cls = NoInit
-    update_info_cls = SegmentUpdate
+    update_info_cls = Update
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Do nothing; there is no connection."""
+        self._receiver = Receiver(str(self.device))
 
     def start_weight_update(self) -> None:
         # Tied parameters count once before the restoration and twice after it; those that processing made (packed
@@ -71,11 +70,11 @@ class SharedMemoryTransfer(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
         self._untouched = served & {name for name, _ in self.model.named_parameters()}
 
-    def receive_weights(self, update_info: SegmentUpdate) -> None:
+    def receive_weights(self, update_info: Update) -> None:
         """Load all tensors. The model's own loader renames, fuses and shards them."""
-        weights = SharedWeights.of_plain(vars(update_info))
-        for bucket in weights.buckets():
-            loaded = self.model.load_weights((spec.name, tensor_of(spec, data)) for spec, data in bucket)
+        weights = (SentWeights if update_info.sent else SharedWeights).of_plain(update_info.weights)
+        for bucket in weights.buckets(self._receiver):
+            loaded = self.model.load_weights(iter(bucket))
             # A model whose loader does not report what it loaded cannot be checked; all of vLLM's usual ones do.
             self._untouched = self._untouched - loaded if loaded is not None else set()
 
@@ -88,7 +87,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
             raise RuntimeError(f"the weights leave {len(self._untouched)} parameters untouched, such as {some}")
 
     def shutdown(self) -> None:
-        """Do nothing; no resource stays open between updates."""
+        self._receiver.close()
 
 
 def repack_tied(model: torch.nn.Module) -> None:
@@ -106,7 +105,7 @@ def repack_tied(model: torch.nn.Module) -> None:
         seen.update(own)
 
 
-WeightTransferEngineFactory.register_engine(TRANSPORT, SharedMemoryTransfer)
+WeightTransferEngineFactory.register_engine(TRANSPORT, Transfer)
 
 
 class OwnSampler(torch.nn.Module):

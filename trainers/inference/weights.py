@@ -13,12 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentkit.errors import EngineError
-from agentkit.trainers.weights.base import Weights, check_fits
-from agentkit.trainers.weights.tensors import tensor_of
+from agentkit.trainers.weights.base import Receiver, Weights, check_fits
 
 
 @torch.no_grad()
-def load_weights(model: Any, weights: Weights) -> None:
+def load_weights(model: Any, weights: Weights, receiver: Receiver) -> None:
     """Copy ``weights`` into ``model`` in place, converting to its precision and device.
 
     Tensors that are tied in the model may be left out. Raises ``EngineError`` when the weights are of another model or
@@ -28,10 +27,10 @@ def load_weights(model: Any, weights: Weights) -> None:
     _check(state, weights)
     changed = False
     try:
-        for bucket in weights.buckets():
-            for spec, data in bucket:
+        for bucket in weights.buckets(receiver):
+            for name, tensor in bucket:
                 changed = True
-                state[spec.name].copy_(tensor_of(spec, data))
+                state[name].copy_(tensor)
     except Exception as error:
         if not changed:
             raise

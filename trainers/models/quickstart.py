@@ -69,11 +69,32 @@ def quickstart_config(vocabulary_size: int = VOCABULARY_SIZE) -> Qwen3Config:
     )
 
 
+def critic_config(vocabulary_size: int, layers: int, hidden_size: int) -> Qwen3Config:
+    """A small architecture for critics, of any vocabulary; heads are 32 wide, as in the quickstart model."""
+    heads = max(1, hidden_size // 32)
+    return Qwen3Config(
+        vocab_size=vocabulary_size,
+        hidden_size=hidden_size,
+        intermediate_size=8 * hidden_size // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=32,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+    )
+
+
 def quickstart_model(seed: int) -> Qwen3ForCausalLM:
+    """The quickstart policy with fresh weights."""
+    return fresh_model(quickstart_config(), seed)
+
+
+def fresh_model(config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     """The model with fresh float32 weights that follow from ``seed``; torch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(quickstart_config())
+        model = Qwen3ForCausalLM(config)
     return model.eval()
 
 

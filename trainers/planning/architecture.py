@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentkit.config import RunConfig
 from agentkit.errors import ConfigError
 from agentkit.model_files import QUICKSTART, is_hub_name, locate
 
@@ -111,6 +112,24 @@ def read_architecture(path: str, key: str = "model.path") -> Architecture:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path!r}: {file} cannot be read ({error})") from error
     return parse(settings, f"{key}={path!r}")
+
+
+def critic_architecture(config: RunConfig, policy: Architecture) -> Architecture | None:
+    """Return the architecture of the run's critics, which are all alike; None if it has none.
+
+    Raises:
+        ConfigError: as ``read_architecture``, for ``critic.path``.
+    """
+    critic = config.critic
+    if critic is None:
+        return None
+    if critic.path is not None:
+        return read_architecture(critic.path, "critic.path")
+    if critic.fresh is None:
+        return policy
+    from agentkit.trainers.models.quickstart import critic_config
+
+    return parse(critic_config(policy.vocabulary, *critic.fresh).to_dict(), "critic")
 
 
 def parse(settings: Mapping[str, Any], what: str) -> Architecture:

@@ -28,6 +28,10 @@ MAX_LOGITS = 2**26
 """As in ``trainers/learner/forward.py``: logits that the learner computes at once."""
 LOGIT_COPIES = 5
 """Float32 arrays as large as the logits that exist at once when a distribution and its entropy are computed."""
+MAX_SCORES = 2**26
+"""As in ``trainers/learner/attention.py``: numbers of attention maps that are read at once."""
+SCORE_COPIES = 2
+"""Float32 arrays as large as such a block that exist at once: scores and softmax, or maps and their products."""
 PASS_TOKENS = 8192
 """As in ``trainers/inference/batch.py``: prompt tokens that the hf engine computes at once."""
 DEEPSPEED_BUCKET = 500_000_000
@@ -71,7 +75,7 @@ class Shards:
         if learner.backend == "fsdp":
             stage, ranks = 3, learner.shard_size or learner.ranks
         else:
-            stage, ranks = learner.zero_stage if learner.backend == "deepspeed" else 0, learner.ranks
+            stage, ranks = learner.zero, learner.ranks
         return cls(*(ranks if stage >= needed else 1 for needed in (3, 2, 1)))
 
 
@@ -103,7 +107,17 @@ def optimizer_states(shapes: Mapping[str, Shape], optimizer: str) -> int:
 
 
 def saved_per_token(model: Architecture, dtype: str) -> int:
-    """Return the bytes that the blocks and the last norm save for the backward pass, per token.
+    """Return the bytes that the blocks and the last norm save for the backward pass, per token."""
+    return model.layers * saved_by_block(model, dtype) + _saved_by_rest(model)
+
+
+def _saved_by_rest(model: Architecture) -> int:
+    positions = 8 + 2 * model.head_width * FLOAT  # ids, cosines and sines
+    return 2 * model.hidden * FLOAT + FLOAT + positions
+
+
+def saved_by_block(model: Architecture, dtype: str) -> int:
+    """Return the bytes that one block saves for the backward pass, per token.
 
     One block in float32: input, normalised input and output of two norms; queries, keys, values and output of
     attention; gate, its activation, the other factor and their product. Under bfloat16 autocast norms stay float32,
@@ -120,9 +134,7 @@ def saved_per_token(model: Architecture, dtype: str) -> int:
         head_norm = 2 * FLOAT
     if model.head_norms:
         block += (model.query + model.key_value) * head_norm + (heads + model.key_heads) * FLOAT
-    last = 2 * hidden * FLOAT + FLOAT
-    positions = 8 + 2 * model.head_width * FLOAT  # ids, cosines and sines
-    return model.layers * block + last + positions
+    return block
 
 
 def learner(config: RunConfig, policy: Architecture, critic: Architecture | None = None) -> Memory:
@@ -131,7 +143,7 @@ def learner(config: RunConfig, policy: Architecture, critic: Architecture | None
     Args:
         config: settings of the run.
         policy: the policy's architecture.
-        critic: the critic's, if the run has one.
+        critic: the critics', if the run has any; all of them have the same one.
     """
     settings = config.learner
     shards = Shards.of(settings)
@@ -143,15 +155,20 @@ def learner(config: RunConfig, policy: Architecture, critic: Architecture | None
         held["reference"] = FLOAT * count(trained) // shards.weights
     tokens = _tokens(config, settings.ranks)
     moments = {"forward and backward": _pass(policy, config, shards, tokens, head=True)}
-    if critic is not None:
+    if config.algorithm.credit != "none":
+        moments["reading of attention maps"] = _reading(policy, config, tokens)
+    if critic is not None and config.critic is not None:
         shapes = {**critic.trunk, "output.weight": (1, critic.hidden), "output.bias": (1,)}
-        held |= {f"critic {purpose}": size for purpose, size in _model(shapes, settings, shards).items()}
+        one, name = _model(shapes, settings, shards), "critic" if config.critic.count == 1 else "critics"
+        held |= {f"{name} {purpose}": config.critic.count * size for purpose, size in one.items()}
         moments["critic forward and backward"] = _pass(critic, config, shards, tokens, head=False)
     moments["optimizer step"] = FLOAT * max(math.prod(shape) for shape in trained.values()) * 2
     published = count(policy.tensors) * BYTES[dtype]
     if not config.engine.share_weights:
-        moments["bucket of published weights"] = min(published, BUCKET_BYTES)
-        held[f"published weights{HOST}"] = published
+        sent = config.engine.weights in ("nccl", "gloo", "ipc")
+        moments["bucket of published weights"] = min(published, BUCKET_BYTES) * (1 + sent)
+        if not sent:
+            held[f"published weights{HOST}"] = published
     return Memory(held, moments)
 
 
@@ -198,19 +215,32 @@ def _tokens(config: RunConfig, ranks: int) -> int:
     return min(max(config.learner.max_tokens, longest), share * longest)
 
 
+def _reading(model: Architecture, config: RunConfig, tokens: int) -> int:
+    """Return the bytes of the forward pass that reads attention maps: a block of them with the inputs of one layer's
+    attention, or one layer's MLP."""
+    scores = min(MAX_SCORES, model.heads * tokens * config.engine.max_context)
+    inputs = tokens * (5 * model.hidden + 5 * model.query + 3 * model.key_value)  # keys and values once per query head
+    mlp = tokens * (2 * model.hidden + 3 * model.intermediate)
+    return FLOAT * max(SCORE_COPIES * scores + inputs, mlp)
+
+
 def _pass(model: Architecture, config: RunConfig, shards: Shards, tokens: int, *, head: bool) -> int:
     """Return the bytes of activations of a forward and a backward pass over ``tokens``, of which all are actions.
 
     Sharded weights are gathered for two blocks, of which one is computed, or for embedding and output layer.
     """
     dtype, fsdp = config.model.dtype, config.learner.backend == "fsdp"
-    saved = tokens * saved_per_token(model, dtype)
+    again = config.learner.activation_checkpointing
+    inputs = model.layers * model.hidden * FLOAT + _saved_by_rest(model)
+    saved = tokens * (inputs if again else saved_per_token(model, dtype))
     if dtype == "bfloat16" and not fsdp:  # autocast keeps a copy of each matrix until the backward pass
         saved += BYTES[dtype] * model.layers * sum(math.prod(shape) for shape in model.linears.values())
     if shards.weights > 1:
         ends = count(model.tensors) - model.layers * count(model.block)
         saved += max(2 * count(model.block), ends) * (BYTES[dtype] if fsdp else FLOAT)
     backward = tokens * (3 * model.intermediate + 2 * model.hidden) * FLOAT
+    if again:  # one block at a time computes what it would have saved
+        backward += tokens * saved_by_block(model, dtype)
     if not head:
         return saved + backward
     rows = min(tokens, max(1, MAX_LOGITS // model.vocabulary))

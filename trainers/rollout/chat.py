@@ -14,7 +14,7 @@ from agentkit.errors import ConfigError
 from agentkit.openai import ChatEndpoint, ContextExceeded
 from agentkit.trainers.rollout.episode import EpisodeRules, act, system_message, turn_seeds
 from agentkit.trainers.rollout.hosts import EnvHandle
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.types import Message, Trajectory, Turn
 
 _MAX_SEED = 2**31
@@ -24,7 +24,7 @@ _MAX_SEED = 2**31
 class ChatPlayer:
     """Plays episodes with an endpoint; keeps no state between episodes."""
 
-    def __init__(self, endpoint: ChatEndpoint, parser: ActionParser, rules: EpisodeRules) -> None:
+    def __init__(self, endpoint: ChatEndpoint, parser: AnswerParser, rules: EpisodeRules) -> None:
         self.endpoint = endpoint
         self.parser = parser
         self.rules = rules

@@ -14,7 +14,8 @@ from agentkit.types import Group, Trajectory
 
 ZERO_SIGNAL = "zero_signal"
 """Reason of groups that are refilled because they carry no signal."""
-
+FILTERED = "filtered"
+"""Reason of groups that are refilled because a plug-in refuses them."""
 
 TASK = "task/"
 """Prefix of the names of an environment's metrics."""
@@ -38,11 +39,12 @@ class RolloutCounters:
         self.failures = 0
         self.retries = 0
         self.refills = 0
+        self.refills_without_signal = 0
         self.policy_crashes = 0
         self._endings: Counter[str] = Counter()
         self._lengths: Counter[str] = Counter()
         self._groups: list[tuple[Group, int]] = []
-        self._without_signal: list[Trajectory] = []
+        self._refilled: list[Trajectory] = []
 
     def ended(self, trajectory: Trajectory, ending: str, reason: str) -> None:
         """Count an episode that ended without being trained on."""
@@ -50,8 +52,13 @@ class RolloutCounters:
         self._lengths[ending] += trajectory.num_action_tokens
         if reason:
             self._endings[f"{ending}/{reason}"] += 1
-        if reason == ZERO_SIGNAL:
-            self._without_signal.append(trajectory)
+        if reason in (ZERO_SIGNAL, FILTERED):
+            self._refilled.append(trajectory)
+
+    def refilled(self, reason: str) -> None:
+        """Count a group that is replaced by another one."""
+        self.refills += 1
+        self.refills_without_signal += reason == ZERO_SIGNAL
 
     def trained(self, group: Group, staleness: int) -> None:
         """Count a group that was consumed ``staleness`` versions after it started."""
@@ -60,9 +67,8 @@ class RolloutCounters:
     def snapshot(self) -> dict[str, float]:
         """Return the metrics since the last snapshot.
 
-        Means include episodes that were trained on and episodes that were refilled because they carry no signal.
-        Without the latter, a policy that always succeeds (or fails) on most tasks would appear to succeed half the
-        time.
+        Means include episodes that were trained on and episodes that were refilled. Without the latter, a policy that
+        always succeeds (or fails) on most tasks would appear to succeed half the time.
         """
         metrics = {
             "env/failures": float(self.failures),
@@ -76,21 +82,23 @@ class RolloutCounters:
                 metrics[f"gate/{ending}_tokens_mean"] = self._lengths[ending] / self._endings[ending]
         metrics |= {f"gate/{name}": float(count) for name, count in self._endings.items() if "/" in name}
         if self._groups:
-            metrics |= _trained(self._groups, self._without_signal, self.refills, self._algorithm)
+            without_signal = self.refills_without_signal
+            metrics |= _trained(self._groups, self._refilled, self.refills, without_signal, self._algorithm)
         self.__init__(self._algorithm)
         return metrics
 
 
 def _trained(
     groups: Sequence[tuple[Group, int]],
-    without_signal: Sequence[Trajectory],
+    refilled: Sequence[Trajectory],
     refills: int,
+    refills_without_signal: int,
     algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
-    episodes = [*(member for group, _ in groups for member in group.members), *without_signal]
+    episodes = [*(member for group, _ in groups for member in group.members), *refilled]
     ages = [age for _, age in groups]
     count = len(episodes)
-    flat = sum(not carries_signal(group.members, algorithm) for group, _ in groups) + refills
+    flat = sum(not carries_signal(group.members, algorithm) for group, _ in groups) + refills_without_signal
     metrics = {
         "rollout/episodes": float(count),
         "rollout/return_mean": sum(e.reward for e in episodes) / count,

@@ -18,7 +18,7 @@ from agentkit.errors import ConfigError, EngineError
 from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
 from agentkit.trainers.rollout.counters import TASK
 from agentkit.trainers.rollout.hosts import EnvHandle
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import IntArray, Trajectory, Turn
@@ -57,12 +57,12 @@ class EpisodeRules:
         )
 
 
-def system_message(instructions: str, parser: ActionParser) -> str:
+def system_message(instructions: str, parser: AnswerParser) -> str:
     """The system message of every episode: the rules of the environment and the answer format."""
     return f"{instructions.strip()}\n\n{parser.instructions}" if instructions.strip() else parser.instructions
 
 
-def invalid_answer_message(observation: str, parser: ActionParser) -> str:
+def invalid_answer_message(observation: str, parser: AnswerParser) -> str:
     """The message after an answer with an invalid format; the environment has not been stepped."""
     return f"Your answer had no valid format. {parser.instructions}\n{observation}"
 
@@ -79,7 +79,7 @@ class Acted(NamedTuple):
 
 
 async def act(
-    env: EnvHandle, trajectory: Trajectory, turn: Turn, observation: str, parser: ActionParser, format_penalty: float
+    env: EnvHandle, trajectory: Trajectory, turn: Turn, observation: str, parser: AnswerParser, format_penalty: float
 ) -> Acted:
     """Carry out the answer of ``turn``; record its reward, validity and time, and the success.
 
@@ -135,7 +135,7 @@ class Player:
     """Plays episodes; keeps no state between episodes."""
 
     def __init__(
-        self, engine: InferenceEngine, renderer: ChatRenderer, parser: ActionParser, rules: EpisodeRules
+        self, engine: InferenceEngine, renderer: ChatRenderer, parser: AnswerParser, rules: EpisodeRules
     ) -> None:
         self.engine = engine
         self.renderer = renderer

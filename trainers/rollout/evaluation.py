@@ -23,7 +23,7 @@ from agentkit.trainers.rollout.counters import task_metrics
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
 from agentkit.trainers.rollout.failures import Attempts, fail, void
 from agentkit.trainers.rollout.hosts import EnvPool
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import Trajectory
@@ -39,7 +39,7 @@ async def evaluate(
     config: RunConfig,
     engine: InferenceEngine,
     renderer: ChatRenderer,
-    parser: ActionParser,
+    parser: AnswerParser,
     seeds: Sequence[int],
     *,
     temperature: float,
@@ -61,7 +61,7 @@ async def evaluate(
 async def evaluate_endpoint(
     config: RunConfig,
     endpoint: ChatEndpoint,
-    parser: ActionParser,
+    parser: AnswerParser,
     seeds: Sequence[int],
     *,
     temperature: float,

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentkit.config import RunConfig, attempts
-from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
+from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded, PluginError, UnexplainedCrash
 from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.inference.base import InferenceEngine
-from agentkit.trainers.rollout.counters import ZERO_SIGNAL, RolloutCounters
+from agentkit.trainers.rollout.counters import FILTERED, ZERO_SIGNAL, RolloutCounters
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
 from agentkit.trainers.rollout.failures import Attempts, FailureBudget, fail, void
 from agentkit.trainers.rollout.garbage import CalmCollector
 from agentkit.trainers.rollout.gate import Gate, Take
 from agentkit.trainers.rollout.hosts import EnvPool
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.parser import AnswerParser
+from agentkit.trainers.rollout.plugin import group_filter, reward_shaping
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
 from agentkit.trainers.rollout.source import EnvSource
@@ -58,14 +59,14 @@ class _GroupRun:
 class RolloutLoop:
     """Collects batches of groups for one run. Use it from one event loop: ``start``, then ``next_batch`` and
     ``publish`` in turn, then ``close``. ``next_batch`` raises errors that end an episode's task: ``EngineError``,
-    ``ConfigError``, ``EnvFailureBudgetExceeded``."""
+    ``ConfigError``, ``PluginError``, ``EnvFailureBudgetExceeded``."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: InferenceEngine,
         renderer: ChatRenderer,
-        parser: ActionParser,
+        parser: AnswerParser,
         *,
         on_episode: OnEpisode = lambda trajectory, ending, reason: None,
         on_event: OnEvent = lambda kind, **fields: None,
@@ -75,6 +76,8 @@ class RolloutLoop:
         self._engine = engine
         self._rollout = rollout
         self._algorithm = config.algorithm
+        self._shape = reward_shaping(rollout)
+        self._keeps = group_filter(rollout)
         self._attempts = attempts(config)
         self._deterministic = config.deterministic
         self._on_episode = on_episode
@@ -227,18 +230,24 @@ class RolloutLoop:
         self._wake.set()
 
     def _refill(self, ready: list[int]) -> None:
-        """Replace ready groups that carry no signal, within the budget of the step."""
-        if not self._rollout.dynamic_sampling:
+        """Replace ready groups that carry no signal or that the filter refuses, within the budget of the step."""
+        if not self._rollout.dynamic_sampling and self._rollout.filter is None:
             return
         budget = self._rollout.max_refills * self._rollout.groups
         for group_id in ready:
             group = self._groups[group_id]
-            if self._counters.refills >= budget or carries_signal(group.done, self._algorithm):
+            if self._counters.refills >= budget or (reason := self._refusal(group)) is None:
                 continue
-            self._counters.refills += 1
+            self._counters.refilled(reason)
             self.gate.remove(group_id)
-            self._end(group, "dropped", ZERO_SIGNAL)
+            self._end(group, "dropped", reason)
         self._admit()
+
+    def _refusal(self, group: _GroupRun) -> str | None:
+        """Return why a complete group is replaced; None if it is used."""
+        if self._rollout.dynamic_sampling and not carries_signal(group.done, self._algorithm):
+            return ZERO_SIGNAL
+        return None if self._keeps(_as_group(group)) else FILTERED
 
     def _consume(self, take: Take) -> list[Group]:
         for group_id in take.cancelled:
@@ -284,9 +293,8 @@ class RolloutLoop:
             except EnvError as error:
                 self._pool.release(env, failed=True)
                 if attempts.blame(error, trajectory):
-                    fail(trajectory, error)
                     self._counters.policy_crashes += 1
-                    self._finish(group, trajectory)
+                    self._finish(group, trajectory, crash=error)
                     return
                 again = attempts.again(error)
                 self._void(group, trajectory, error, retried=again)
@@ -305,8 +313,16 @@ class RolloutLoop:
                 self._finish(group, trajectory)
                 return
 
-    def _finish(self, group: _GroupRun, trajectory: Trajectory) -> None:
+    def _finish(self, group: _GroupRun, trajectory: Trajectory, *, crash: EnvError | None = None) -> None:
+        """Handle an episode with a result; ``crash``: the failure of which the policy is guilty."""
         self._budget.record(None, running=len(self._alive))
+        try:
+            self._shape(trajectory)
+        except PluginError:
+            self._report(trajectory, *_SHUTDOWN)
+            raise
+        if crash is not None:
+            fail(trajectory, crash)
         if group.verdict is not None:
             self._report(trajectory, *group.verdict)
             return

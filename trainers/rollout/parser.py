@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 SEPARATOR = "||"
 """Separator of the actions of one answer."""
@@ -25,6 +25,23 @@ class ParsedAnswer:
 
 
 _INVALID = ParsedAnswer((), valid=False)
+
+
+class AnswerParser(Protocol):
+    """What the rollout loop needs of a parser."""
+
+    @property
+    def instructions(self) -> str:
+        """The answer format, for the system message."""
+        ...
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return the answer in ``text``, which the model wrote: it may be anything."""
+        ...
+
+    def format(self, actions: Sequence[str]) -> str:
+        """Return an answer that ``parse`` reads as ``actions``. Raises ``ValueError`` if none exists."""
+        ...
 
 
 class ActionParser:
@@ -44,7 +61,7 @@ class ActionParser:
     def instructions(self) -> str:
         """The answer format, for the system message."""
         if self.kind == "plain":
-            return "ParsedAnswer with your next action and nothing else."
+            return "Answer with your next action and nothing else."
         if self.actions_per_turn == 1:
             return f"End your answer with your next action inside tags: {_OPEN}action{_CLOSE}"
         return (

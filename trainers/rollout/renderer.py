@@ -8,6 +8,7 @@ than in use.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from agentkit.types import IntArray
 
 if TYPE_CHECKING:  # playing against an endpoint needs no tokenizer
     from tokenizers import Tokenizer
+
+# One text is encoded at a time. Handing it to another thread costs more than to encode it.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _CACHE_ENTRIES = 4096
 """Number of observations whose tokens are cached; texts of small games repeat often."""

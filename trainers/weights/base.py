@@ -10,10 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 from agentkit.errors import EngineError
 
@@ -43,8 +40,28 @@ class TensorSpec:
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-Bucket = list[tuple[TensorSpec, NDArray[np.uint8]]]
-"""Some tensors as their bytes: flat views that must not be written to."""
+Bucket: TypeAlias = "list[tuple[str, Tensor]]"
+"""Some tensors with their names. An engine must not write to them."""
+
+
+class Connection(Protocol):
+    """What an engine keeps from one update to the next, such as a process group with the learner."""
+
+    def close(self) -> None: ...
+
+
+class Receiver:
+    """An engine's end of updates: the device where tensors that need not pass the CPU arrive, and its connection."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.connection: Connection | None = None
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
 
 
 @dataclass(frozen=True)
@@ -54,12 +71,19 @@ class Weights(ABC):
     version: int
     tensors: tuple[TensorSpec, ...]
 
+    sent: ClassVar[bool] = False
+    """Whether the learner sends them during each update, instead of keeping a copy of them for engines."""
+
     @abstractmethod
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self, receiver: Receiver) -> Iterator[Bucket]:
         """Yield the tensors in the order of ``tensors``. Blocks while it waits for bytes.
 
         Raises ``EngineError`` when the weights are no longer available; they must be published again.
         """
+
+    def for_engines(self, number: int) -> Weights:
+        """Return the weights for one update of ``number`` engines at a time."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -68,14 +92,14 @@ class WeightsInPlace(Weights):
 
     tensors: tuple[TensorSpec, ...] = ()
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self, receiver: Receiver) -> Iterator[Bucket]:
         return iter(())
 
 
 class Staging(Protocol):
-    """The learner's side: keeps the weights of one version available to engines. Not thread-safe."""
+    """The learner's side: makes the weights of one version available to engines. Not thread-safe."""
 
-    def stage(self, version: int, buckets: Iterable[list[tuple[str, Tensor]]]) -> Weights:
+    def stage(self, version: int, buckets: Iterable[Bucket]) -> Weights:
         """Copy the tensors and release the version staged before. Raises ``LearnerError`` when there is no room."""
         ...
 

@@ -6,15 +6,13 @@ other processes handle references only. The objects live as long as references t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentkit.errors import EngineError, LearnerError
-from agentkit.trainers.weights.base import Bucket, TensorSpec, Weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from agentkit.trainers.weights.base import Bucket, Receiver, TensorSpec, Weights
 
 ARRIVAL_S = 300.0
 """Seconds for a bucket to arrive from another node."""
@@ -27,10 +25,12 @@ class StoredWeights(Weights):
     references: tuple[Any, ...]
     """Not arguments of a Ray call themselves, so Ray passes them on without fetching the objects."""
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self, receiver: Receiver) -> Iterator[Bucket]:
         """Yield views of this node's object store; while one is used, the next ones arrive."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
+
+        from agentkit.trainers.weights.tensors import tensor_of
 
         specs = iter(self.tensors)
         if self.references:
@@ -48,7 +48,8 @@ class StoredWeights(Weights):
                     f"the weights of version {self.version} are not in the object store any more "
                     f"({type(error).__name__}): publish them again"
                 ) from error
-            yield [(next(specs), array) for array in arrays]
+            of_bucket = itertools.islice(specs, len(arrays))
+            yield [(spec.name, tensor_of(spec, array)) for spec, array in zip(of_bucket, arrays, strict=True)]
 
 
 class StoredStaging:
@@ -57,7 +58,7 @@ class StoredStaging:
     def __init__(self) -> None:
         self._references: list[Any] = []
 
-    def stage(self, version: int, buckets: Iterable[list[tuple[str, Tensor]]]) -> StoredWeights:
+    def stage(self, version: int, buckets: Iterable[Bucket]) -> StoredWeights:
         import ray
         from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 

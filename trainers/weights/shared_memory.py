@@ -13,16 +13,13 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentkit.errors import EngineError, LearnerError
-from agentkit.trainers.weights.base import Bucket, TensorSpec, Weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from agentkit.trainers.weights.base import Bucket, Receiver, TensorSpec, Weights
 
 _ALIGNMENT = 64
 """Tensors start at multiples of a cache line; types of torch need an aligned address."""
@@ -52,15 +49,14 @@ class SharedWeights(Weights):
     segment: Segment
     offsets: tuple[int, ...]
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self, receiver: Receiver) -> Iterator[Bucket]:
         """Yield all tensors at once, as views of the shared memory."""
-        if not any(tensor.nbytes for tensor in self.tensors):
-            yield [(tensor, np.empty(0, np.uint8)) for tensor in self.tensors]
-            return
-        memory = self._map()
+        from agentkit.trainers.weights.tensors import tensor_of
+
+        memory = self._map() if any(spec.nbytes for spec in self.tensors) else np.empty(0, np.uint8)
         yield [
-            (tensor, memory[offset : offset + tensor.nbytes])
-            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
+            (spec.name, tensor_of(spec, memory[offset : offset + spec.nbytes]))
+            for spec, offset in zip(self.tensors, self.offsets, strict=True)
         ]
 
     def plain(self) -> dict[str, Any]:
@@ -98,7 +94,7 @@ class SharedStaging:
     def __init__(self) -> None:
         self._descriptor: int | None = None
 
-    def stage(self, version: int, buckets: Iterable[list[tuple[str, Tensor]]]) -> SharedWeights:
+    def stage(self, version: int, buckets: Iterable[Bucket]) -> SharedWeights:
         self.release()  # first, so that there is never room for two versions needed
         try:
             return self._write(version, buckets)
@@ -116,7 +112,7 @@ class SharedStaging:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _write(self, version: int, buckets: Iterable[list[tuple[str, Tensor]]]) -> SharedWeights:
+    def _write(self, version: int, buckets: Iterable[Bucket]) -> SharedWeights:
         from agentkit.trainers.weights.tensors import bytes_of, spec_of
 
         token = secrets.token_hex(8)

@@ -18,7 +18,7 @@ from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import EngineError
 from agentkit.trainers.inference.base import Generation, Sampling
 from agentkit.trainers.inference.hf import HFEngine
-from agentkit.trainers.weights.base import Bucket, Weights, WeightsInPlace
+from agentkit.trainers.weights.base import Bucket, Receiver, Weights, WeightsInPlace
 from agentkit.trainers.weights.shared_memory import SharedStaging
 
 ENGINE = EngineConfig(max_batch=4, max_context=256)
@@ -232,9 +232,9 @@ class Vanishing(Weights):
     whole: Weights | None = None
     arriving: int = 0
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self, receiver: Receiver) -> Iterator[Bucket]:
         assert self.whole is not None
-        for bucket in self.whole.buckets():
+        for bucket in self.whole.buckets(receiver):
             for number, item in enumerate(bucket):
                 if number == self.arriving:
                     raise EngineError("they are gone")

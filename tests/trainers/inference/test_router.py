@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
+import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentkit.errors import EngineError, RoleError
+from agentkit.errors import EngineError, RoleError, WeightsUnavailable
 from agentkit.sandboxes.testing.virtual_time import run
 from agentkit.trainers.inference.base import EngineStats, Generation, InferenceEngine, PauseMode, Sampling
-from agentkit.trainers.inference.replicas import Replicas
+from agentkit.trainers.inference.replicas import PLACE_S, Replicas
 from agentkit.trainers.inference.router import Replica, Router
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
 
@@ -40,6 +43,8 @@ class Engine:
         self.frozen = False
         self.refuse: Exception | None = None
         self.wrong = 0
+        self.corrupt = False
+        self.asleep = False
         self.running: set[asyncio.Event] = set()
         self.sessions: list[str] = []
         self.prompts: list[list[int]] = []
@@ -124,7 +129,17 @@ class Engine:
         if self.refuse is not None:
             raise self.refuse
         self.version = weights.version + self.wrong
+        self.asleep = False
         return self.version
+
+    async def sleep(self) -> None:
+        await self._answering()
+        assert self.paused
+        self.asleep = True
+
+    async def checksum(self) -> str:
+        await self._answering()
+        return f"{self.version}{' corrupt' * self.corrupt}"
 
     async def stats(self) -> EngineStats:
         await self._answering()
@@ -257,6 +272,35 @@ async def test_cancelled_calls_leave_nothing_behind() -> None:
     assert [replica.sessions for replica in router.live] == [0, 0]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not count the cancellations of a task")
+@virtual
+async def test_the_loss_of_an_engine_and_cancellations_are_told_apart() -> None:
+    for caller_first in (False, True):
+        router, engines = await router_of(2)
+        call = asyncio.ensure_future(ask(router, "s", 4))
+        await asyncio.sleep(1.5)
+        home = next(replica for replica in router.live if replica.requests)
+        if caller_first:
+            call.cancel()
+        router.expel(home, RoleError("killed"))
+        if not caller_first:
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not any(engine.running for engine in engines)
+        assert [replica.promised for replica in router.live] == [0]
+    router, engines = await router_of(2)
+
+    async def cancelled(*args: Any, **kwargs: Any) -> Generation:
+        raise asyncio.CancelledError
+
+    for engine in engines[:1]:
+        engine.generate = cancelled  # type: ignore[method-assign]
+    check(await ask(router, "s", 4), 4)
+    assert [replica.index for replica in router.live] == [1]
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
 @virtual
 async def test_nothing_passes_a_closed_router() -> None:
     router, engines = await router_of(2)
@@ -289,6 +333,98 @@ async def test_an_engine_with_other_weights_is_expelled() -> None:
         for k, got in enumerate(await asyncio.gather(*asks)):
             check(got, 4, [k])
             assert got.versions[-1][0] == 1
+
+
+@virtual
+async def test_engines_whose_weights_differ_from_most_are_expelled() -> None:
+    router, engines = await router_of(3, verify=True)
+    engines[1].change(corrupt=True)
+    await change_weights(router, 1)
+    assert [replica.index for replica in router.live] == [0, 2]
+    late = Engine()
+    late.change(corrupt=True)
+    with pytest.raises(EngineError, match="other weights"):
+        await router.join(Replica(1, late))
+    await router.join(Replica(1, Engine()))
+    for engine in engines:
+        engine.change(corrupt=engine is engines[0])
+    await change_weights(router, 2)
+    assert [replica.index for replica in router.live] == [1, 2]
+    engines[2].change(corrupt=True)
+    await change_weights(router, 3)  # one against one: neither is known to be right
+    assert not router.live
+
+
+@virtual
+async def test_all_engines_sleep_until_an_update() -> None:
+    router, engines = await router_of(2)
+    await router.pause("abort")
+    await router.sleep()
+    assert all(engine.asleep for engine in engines)
+    await change_weights(router, 1)
+    assert not any(engine.asleep for engine in engines)
+
+
+@dataclass(frozen=True)
+class Sent(WeightsInPlace):
+    """Weights that arrive while the learner sends them to as many engines as update."""
+
+    sent: ClassVar[bool] = True
+    engines: int = 0
+
+    def for_engines(self, number: int) -> Weights:
+        return dataclasses.replace(self, engines=number)
+
+
+@virtual
+async def test_the_learner_sends_to_the_engines_that_update() -> None:
+    sends: list[tuple[int, int]] = []
+
+    async def send(weights: Sent) -> int:
+        sends.append((weights.version, weights.engines))
+        await asyncio.sleep(0.5)
+        return weights.engines
+
+    router, engines = await router_of(2, send=send)
+    await router.pause("abort")
+    await router.update_weights(Sent(1))
+    await router.resume()
+    engines[0].change(dead=RoleError("killed"))
+    await router.pause("abort")
+    await router.update_weights(Sent(2))
+    await router.resume()
+    await router.join(Replica(0, Engine()))
+    assert sends == [(1, 2), (2, 1), (2, 1)]
+    assert [replica.version for replica in router.live] == [2, 2]
+
+
+@virtual
+async def test_a_learner_that_is_lost_while_it_sends_is_the_error() -> None:
+    async def send(weights: Sent) -> int:
+        raise RoleError("the learner died")
+
+    router, engines = await router_of(2, send=send)
+    await router.pause("abort")
+    engines[1].change(frozen=True)
+    with pytest.raises(RoleError, match="the learner died"):
+        await router.update_weights(Sent(1))
+
+
+@virtual
+async def test_a_replacement_waits_as_long_as_the_learner_trains() -> None:
+    fleet = Fleet()
+    async with fleet.replicas(1) as router:
+        await change_weights(router, 1)
+        fleet.made[0].change(dead=RoleError("killed"))
+        while len(fleet.made) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        fleet.made[1].refuse = WeightsUnavailable("the learner trains")
+        await asyncio.sleep(300)
+        fleet.made[1].refuse = None
+        await change_weights(router, 2)
+        await asyncio.sleep(10)
+        assert fleet.kinds() == ["engine_lost", "engine_joined"]
+        assert [replica.version for replica in router.live] == [2]
 
 
 @virtual
@@ -367,7 +503,8 @@ async def test_deterministic_requests_are_not_computed_elsewhere() -> None:
 class Fleet:
     """Makes the engines of ``Replicas`` and keeps them, with the events."""
 
-    def __init__(self, *, fail_from: int = 10**9) -> None:
+    def __init__(self, kind: type[Engine] = Engine, *, fail_from: int = 10**9) -> None:
+        self.kind = kind
         self.made: list[Engine] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.fail_from = fail_from
@@ -375,7 +512,7 @@ class Fleet:
     async def make(self, index: int) -> Engine:
         if len(self.made) >= self.fail_from:
             raise RoleError("no machine is free")
-        self.made.append(Engine())
+        self.made.append(self.kind())
         return self.made[-1]
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -436,6 +573,65 @@ async def test_a_frozen_engine_is_replaced() -> None:
 
 
 @virtual
+async def test_an_engine_that_hangs_is_killed_and_one_that_fails_is_closed() -> None:
+    killed: list[Engine] = []
+
+    class Killable(Engine):
+        async def kill(self) -> None:
+            killed.append(self)
+            self.change(closed=True)
+
+    fleet = Fleet(Killable)
+    async with fleet.replicas(2) as router:
+        fleet.made[0].change(dead=EngineError("its core ended", fatal=True))
+        fleet.made[1].change(frozen=True)
+        await asyncio.sleep(20)
+        assert killed == [fleet.made[1]]
+        assert all(engine.closed for engine in fleet.made[:2])
+        assert len(router.live) == 2
+
+
+@virtual
+async def test_an_engine_without_a_place_waits_for_one() -> None:
+    """Meanwhile the others serve; the wait is no attempt to start it."""
+    fleet, lost = Fleet(), set[int]()
+
+    async def has_place(index: int) -> bool:
+        return index not in lost
+
+    async with fleet.replicas(2, has_place=has_place) as router:
+        for _ in range(3):
+            lost.add(1)
+            fleet.made[-1].change(dead=RoleError("killed"))
+            await asyncio.sleep(500)
+            check(await ask(router, "s", 4), 4)
+            assert [replica.index for replica in router.live] == [0]
+            lost.clear()
+            await asyncio.sleep(30)
+            assert [replica.index for replica in router.live] == [0, 1]
+    assert fleet.kinds() == ["engine_lost", "engine_waiting", "engine_joined"] * 3
+    assert fleet.events[1][1]["engines_left"] == 1
+
+
+@virtual
+async def test_too_few_engines_with_a_place_end_the_run() -> None:
+    fleet = Fleet()
+
+    async def has_place(index: int) -> bool:
+        return index not in lost
+
+    lost: set[int] = set()
+    async with fleet.replicas(2, minimum=2, has_place=has_place) as router:
+        lost.add(0)
+        fleet.made[0].change(dead=RoleError("its node is gone"))
+        await asyncio.sleep(PLACE_S / 2)
+        check(await ask(router, "s", 4), 4)
+        await asyncio.sleep(PLACE_S)
+        with pytest.raises(EngineError, match=r"1 of 2 engines are left.*No node had room.*its node is gone"):
+            await ask(router, "after", 1)
+
+
+@virtual
 async def test_an_engine_that_freezes_in_an_update_does_not_stop_it() -> None:
     fleet = Fleet()
     async with fleet.replicas(2, heartbeat_s=1, silence_s=5) as router:
@@ -445,6 +641,11 @@ async def test_an_engine_that_freezes_in_an_update_does_not_stop_it() -> None:
         await router.resume()
         await asyncio.sleep(10)
         assert [replica.version for replica in router.live] == [1, 1]
+
+
+async def keep_asking(router: InferenceEngine, session: str) -> None:
+    while True:
+        await ask(router, session, 4)
 
 
 @virtual
@@ -457,9 +658,8 @@ async def test_too_few_engines_end_the_run_with_the_cause() -> None:
             await asyncio.sleep(60)
             check(await ask(router, "before", 1), 1)
             fleet.made[lost - 1].change(dead=RoleError("killed"))
-            asks = [asyncio.ensure_future(ask(router, f"s{k}", 4, [k])) for k in range(9)]
-            results = await asyncio.gather(*asks, return_exceptions=True)
-            assert any(isinstance(result, EngineError) for result in results)
+            results = await asyncio.gather(*(keep_asking(router, f"s{k}") for k in range(9)), return_exceptions=True)
+            assert all(isinstance(result, EngineError) for result in results)
             with pytest.raises(EngineError, match=f"min_replicas={minimum}.*no machine is free"):
                 await ask(router, "after", 1)
         assert fleet.kinds().count("engine_abandoned") == lost

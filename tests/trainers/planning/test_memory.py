@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,10 +21,10 @@ from agentkit.trainers.batch import Batch, flatten
 from agentkit.trainers.inference import batch as engine_batch
 from agentkit.trainers.inference import cache, hf
 from agentkit.trainers.inference.hf import HFEngine
-from agentkit.trainers.learner import forward
+from agentkit.trainers.learner import attention, forward
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.planning import memory
-from agentkit.trainers.planning.architecture import read_architecture
+from agentkit.trainers.planning.architecture import critic_architecture, read_architecture
 from agentkit.types import Group, Trajectory, Turn
 
 LENGTH, GROUPS, SIZE = 128, 4, 2
@@ -139,7 +140,10 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"model": {"dtype": "bfloat16"}}, 1.1),
     "reference and muon": ({"algorithm": {"kl": "k3", "kl_coef": 0.1}, "learner": {"optimizer": "muon"}}, 1.1),
     "critic": ({"algorithm": {"advantage": "gae"}, "critic": {}}, 1.15),
+    "critics": ({"algorithm": {"advantage": "gae"}, "critic": {"count": 2, "layers": 1, "hidden_size": 40}}, 1.15),
+    "attention credit": ({"algorithm": {"credit": "coupled"}}, 1.1),
     "adapters": ({"model": {"lora": {"rank": 4}}}, 1.35),
+    "checkpointing": ({"learner": {"activation_checkpointing": True}}, 1.2),
 }
 
 
@@ -149,7 +153,7 @@ def test_learner_holds_what_is_planned_and_peaks_below_it(case: str, configure: 
     sections, slack = CASES[case]
     config = configure(**sections)
     policy = read_architecture(config.model.path)
-    planned = memory.learner(config, policy, policy if config.critic else None)
+    planned = memory.learner(config, policy, critic_architecture(config, policy))
     batch = full_batch()
     training = Training(config, 0, 1, None)
     training.train(batch, 0)  # the optimisers, the reference and the critic exist from here on
@@ -158,13 +162,32 @@ def test_learner_holds_what_is_planned_and_peaks_below_it(case: str, configure: 
     assert planned.held["gradients"] == size(training.backend.parameters.values())
     assert planned.held["optimizer states"] == states(training.backend.optimizer)
     assert planned.held.get("reference", 0) == size((training.reference or {}).values())
-    assert planned.held.get("critic weights", 0) == size(p for critic in critics for p in critic.model.parameters())
-    assert planned.held.get("critic optimizer states", 0) == sum(states(critic.backend.optimizer) for critic in critics)
+    name = "critics" if len(critics) > 1 else "critic"
+    assert planned.held.get(f"{name} weights", 0) == size(p for critic in critics for p in critic.model.parameters())
+    assert planned.held.get(f"{name} optimizer states", 0) == sum(states(c.backend.optimizer) for c in critics)
 
     with LiveBytes(planned_tensors(training)) as live:
         training.train(batch, 1)
     needed = planned.total - planned.held["published weights (host)"]
     assert live.peak <= needed <= slack * live.peak, f"{needed / live.peak:.3f}"
+
+
+def test_reading_attention_maps_peaks_below_the_plan(configure: Callable[..., RunConfig]) -> None:
+    """The pass alone, on a batch of the longest sequences, in blocks that are smaller than a map."""
+    config = configure(algorithm={"credit": "coupled"})
+    policy, batch = read_architecture(config.model.path), full_batch()
+    training = Training(config, 0, 1, None)
+    held = size(training.policy.scorer.parameters())
+    for scores in (memory.MAX_SCORES, 20_000):
+        with (
+            unittest.mock.patch.object(memory, "MAX_SCORES", scores),
+            unittest.mock.patch.object(attention, "MAX_SCORES", scores),
+        ):
+            planned = memory.learner(config, policy).moments["reading of attention maps"]
+            with LiveBytes(planned_tensors(training)) as live:
+                assert training.credit is not None
+                training._give_credit(training.credit, batch, np.arange(8), {"advantages": torch.zeros(8 * LENGTH)})
+        assert live.peak - held <= planned <= 1.35 * (live.peak - held), f"{planned / (live.peak - held):.3f}"
 
 
 SHARDED = {
@@ -180,8 +203,8 @@ SHARDED = {
 
 @pytest.mark.parametrize(("backend", "stage"), SHARDED)
 def test_ranks_share_what_their_back_end_divides(backend: str, stage: int, configure: Callable[..., RunConfig]) -> None:
-    ranks = {"ranks": 4, "placement": "process", "backend": backend, "zero_stage": stage}
-    alone, shared = configure(), configure(learner=ranks)
+    zero = {"zero_stage": stage} if backend == "deepspeed" else {}
+    alone, shared = configure(), configure(learner={"ranks": 4, "backend": backend, **zero}, cluster={})
     policy = read_architecture(alone.model.path)
     whole, part = memory.learner(alone, policy).held, memory.learner(shared, policy).held
     for purpose, divisor in zip(("weights", "gradients", "optimizer states"), SHARDED[backend, stage], strict=True):

@@ -13,7 +13,7 @@ from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
-from agentkit.trainers.rollout.parser import ActionParser
+from agentkit.trainers.rollout.plugin import make_parser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import WeightsInPlace
 from agentkit.types import Group, Trajectory
@@ -49,7 +49,7 @@ class Harness:
         self.version = 0
 
     def new_loop(self) -> RolloutLoop:
-        parser = ActionParser(self.config.env.parser, self.config.env.actions_per_turn or 3)
+        parser = make_parser(self.config, self.config.env.actions_per_turn or 3)
         return RolloutLoop(
             self.config,
             self.engine,

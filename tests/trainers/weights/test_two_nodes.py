@@ -1,4 +1,4 @@
-"""Weights in Ray's object store, over two simulated nodes."""
+"""Weights between two simulated nodes of a Ray cluster, and places that two roles share there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from requiring import require
 from weights_reading import state_of
 
 from agentkit.errors import EngineError
-from agentkit.trainers.weights.base import Weights
+from agentkit.trainers.cluster.placement import RolePlan, Slot
+from agentkit.trainers.weights.base import Bucket, Weights
+from agentkit.trainers.weights.sender import Sender
+from agentkit.trainers.weights.sent import SentWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,6 +35,11 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {**large, "half": half, "scalar": torch.tensor(version), "empty": torch.empty(0, 3)}
 
 
+def buckets(version: int) -> Iterator[Bucket]:
+    items = list(tensors(version).items())
+    return iter([items[:1], items[1:2], items[2:]])
+
+
 class LearnerProcess:
     """Stages weights in its process, as a learner does."""
 
@@ -40,10 +48,16 @@ class LearnerProcess:
 
         self.staging = StoredStaging()
 
+        self.sender = Sender("gloo", rank=0, ranks=1, device="cpu", workers=1)
+
     def publish(self, version: int) -> list[Weights]:
-        items = list(tensors(version).items())
-        buckets = [items[:1], items[1:2], items[2:]]
-        return [self.staging.stage(version, buckets)]
+        return [self.staging.stage(version, buckets(version))]
+
+    def announce(self, version: int, engines: int) -> SentWeights:
+        return self.sender.stage(version, buckets(version)).for_engines(engines)
+
+    def send(self, weights: SentWeights) -> int:
+        return self.sender.send(weights, lambda: buckets(weights.version))
 
     def release(self) -> None:
         self.staging.release()
@@ -77,17 +91,21 @@ def compare(weights: Weights) -> dict[str, torch.Tensor]:
 def roles() -> Iterator[tuple[Any, list[Any]]]:
     """A learner on one node; an engine there and one on another node."""
     require("ray", "pip install 'agentkit-rl[ray]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the actors
-        import ray
-        from ray.cluster_utils import Cluster
+    from agentkit.trainers.cluster import ray_cluster  # noqa: F401 (its environment, before Ray is imported)
 
+    import ray  # isort: skip
+    from ray.cluster_utils import Cluster  # isort: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        patch.setenv("RAY_health_check_failure_threshold", "60")  # on a busy machine nodes answer late
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the actors
         cluster = Cluster()
         try:
             for name in ("first", "second"):
-                cluster.add_node(num_cpus=0, resources={name: 2}, object_store_memory=STORE, include_dashboard=False)
+                cluster.add_node(
+                    num_cpus=0, resources={name: 2, "gpu_like": 1}, object_store_memory=STORE, include_dashboard=False
+                )
             ray.init(address=cluster.address, log_to_driver=False)
             process, engine = (cast(Any, ray.remote(role)) for role in (LearnerProcess, EngineProcess))
             learner = process.options(num_cpus=0, resources={"first": 1}).remote()
@@ -117,6 +135,40 @@ def test_engines_on_both_nodes_get_every_version(roles: tuple[Any, list[Any]]) -
         assert len(weights.references) == 3
         results = ray.get([engine.load.remote(weights) for engine in engines], timeout=120)
         assert [loaded for loaded, _ in results] == [version, version]
+
+
+def test_engines_on_both_nodes_receive_what_the_learner_sends(roles: tuple[Any, list[Any]]) -> None:
+    import ray
+
+    learner, engines = roles
+    for version, receivers in ((1, engines), (2, engines), (3, engines[1:])):
+        weights = ray.get(learner.announce.remote(version, len(receivers)), timeout=120)
+        calls = [learner.send.remote(weights), *(engine.load.remote(weights) for engine in receivers)]
+        sent, *loaded = ray.get(calls, timeout=240)
+        assert sent == len(receivers)
+        assert [of for of, _ in loaded] == [version] * len(receivers)
+
+
+async def test_colocated_processes_are_on_one_node(roles: tuple[Any, list[Any]]) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from agentkit.trainers.cluster.ray_cluster import reserve_plans
+
+    @ray.remote(num_cpus=0)
+    def node() -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def where(slot: Slot) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle)
+        return node.options(resources=dict(slot.resources), scheduling_strategy=strategy).remote()
+
+    half = ({"gpu_like": 0.5},) * 2
+    plans = [RolePlan("learner", half, "learner.ranks"), RolePlan("engine", half, "engine.replicas", "learner")]
+    async with reserve_plans(plans) as slots:
+        places = {role: ray.get([where(slot) for slot in of_role], timeout=240) for role, of_role in slots.items()}
+    assert places["learner"] == places["engine"]
+    assert len(set(places["learner"])) == 2
 
 
 def test_released_weights_free_the_store(roles: tuple[Any, list[Any]]) -> None:
