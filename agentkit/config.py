@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from agentkit import plugins
 
 
 class Strict(BaseModel):
@@ -52,8 +54,11 @@ class EnvConfig(Strict):
     """Turns after which an episode is truncated; null uses the environment's limit."""
     actions_per_turn: int | None = Field(default=None, ge=1)
     """Maximum number of actions in one answer, separated by `||`; null uses the environment's number."""
-    parser: Literal["tagged", "plain"] = "tagged"
-    """How actions are read: from `<answer>…</answer>`, or the whole answer as one action."""
+    parser: Annotated[str, AfterValidator(plugins.PARSER.check_name)] = "tagged"
+    """How actions are read: from `<answer>…</answer>` (`tagged`), the whole answer as one action (`plain`), or by a
+    plug-in."""
+    parser_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a plug-in `parser`."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Added to the reward of a turn whose answer has an invalid format or an unknown action."""
     first_seed: int = Field(default=0, ge=0)
@@ -92,7 +97,8 @@ class EnvConfig(Strict):
     need `recovery: replay` and multiply the number of environments."""
     hedge: Literal["p50", "p90", "p95", "p99"] | Annotated[float, Field(ge=0)] | None = None
     """When a second attempt of a slow creation or reset begins (of a step only with `recovery: replay`): a quantile of
-    past durations, or seconds; null never begins one."""
+    past durations, or seconds; null never begins one. No gain was measured with FrozenLake at 2 % faults per minute, so
+    the default is null; use it where creations and resets take seconds."""
     health: HealthConfig = HealthConfig()
 
     @property
@@ -139,19 +145,28 @@ class EngineConfig(Strict):
     """Maximum number of concurrent requests; others wait."""
     max_context: int = Field(default=1024, ge=16)
     """Maximum number of tokens of a sequence; a longer episode is truncated."""
-    placement: Literal["inline", "process"] = "inline"
-    """In the controller's process, or in a separate one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch for this role; null leaves torch's default."""
+    """CPU threads with which torch computes in each engine, also if the learner in the same process has another number;
+    in a cluster also the CPUs that each engine reserves. null: torch's default."""
     replicas: int = Field(default=1, ge=1)
-    """Number of engines behind a router. An engine in a separate process that dies or hangs is replaced; others compute
-    its requests."""
+    """Number of engines behind a router. Each is a process in a cluster, or computes in a thread of the run. One that
+    dies or hangs is replaced; others compute its requests."""
     min_replicas: int = Field(default=1, ge=1)
     """The run ends if fewer engines than this are left, and those that were lost cannot be started again."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of each engine, which holds a part of the model on each of them; only for `vllm`."""
     share_weights: bool = False
     """Use the learner's weights in place, without a copy: saves memory, but generation and training cannot overlap."""
+    weights: Literal["auto", "shared_memory", "object_store", "nccl", "gloo", "ipc"] = "auto"
+    """How updated weights reach the engines. `shared_memory`: a copy in the memory of one machine; `object_store`: a
+    copy in Ray's object store, on any number of machines. `nccl`, `gloo`: broadcast from the learner, between GPUs or
+    between CPUs, without a copy of the model. `ipc`: through a buffer on the GPU that learner and engine share (on
+    CPUs: in the memory of the machine). `auto`: `object_store` with a `cluster` section, otherwise `shared_memory`."""
+    verify_weights: bool = False
+    """Compare checksums of the weights that the engines serve after each update. An engine that differs from most is
+    replaced. Takes as long as hashing the weights."""
+    sleep: bool = False
+    """Free the engine's memory on the GPU while the learner trains, if both use the same GPU; only for `vllm`."""
     resources: dict[str, float] = Field(default_factory=dict)
     """What an engine reserves in a cluster, in addition to `threads` CPUs and `tensor_parallel` GPUs (if `model.device`
     is a GPU): custom resources, or other amounts of `CPU` and `GPU`."""
@@ -185,9 +200,20 @@ class RolloutConfig(Strict):
     """The run stops if the environment failed in more than this share of the latest episodes."""
     dynamic_sampling: bool = False
     """Replace groups without signal for the advantage. With a group baseline: groups whose members all have the same
-    return; with `gigpo`: only if, in addition, no two turns in the same state have different returns."""
+    return; with `gigpo`: only if, in addition, no two turns in the same state have different returns; with `raft`,
+    `reinforce` and `chunk_returns`: groups without a return that the advantage keeps."""
+    filter: Annotated[str, AfterValidator(plugins.FILTER.check_name)] | None = None
+    """A plug-in that decides for each complete group whether it is used or replaced, in addition to
+    `dynamic_sampling`; null uses all groups."""
+    filter_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `filter`."""
     max_refills: float = Field(default=2.0, ge=0)
-    """Maximum number of groups replaced per step, as a multiple of `groups`; further ones are used without signal."""
+    """Maximum number of groups replaced per step, by `dynamic_sampling` and `filter` together, as a multiple of
+    `groups`; further ones are used."""
+    reward: Annotated[str, AfterValidator(plugins.REWARD.check_name)] | None = None
+    """A plug-in that replaces the rewards of each finished training episode; null uses those of the environment."""
+    reward_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `reward`."""
 
 
 class GateConfig(Strict):
@@ -199,43 +225,84 @@ class GateConfig(Strict):
 
 
 class CriticConfig(Strict):
-    """The value model, needed for the `gae` advantage."""
+    """The value models, needed for the advantages `gae` and `bilevel_gae`. They read the policy's tokens, and may be
+    smaller."""
 
+    count: int = Field(default=1, ge=1)
+    """Number of critics; 1 is plain PPO, 2 is AsyPPO. All value all episodes; the members of each group are dealt out
+    in turn, and each critic trains only on its own."""
     path: str | None = None
-    """Initial model; null copies the policy's initial weights."""
+    """Initial model of every critic, with the policy's tokenizer; null copies the policy's initial weights."""
+    layers: int | None = Field(default=None, ge=1)
+    """Layers of fresh critics (3 if only `hidden_size` is given); null, with `hidden_size`, makes no fresh critics."""
+    hidden_size: int | None = Field(default=None, ge=8)
+    """Width of fresh critics (96 if only `layers` is given)."""
     lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of the critic. The default is for pretrained models; small models trained from scratch need about
-    1e-3."""
+    """Peak learning rate of the critics. The default is for pretrained models; small models trained from scratch need
+    about 1e-3."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate schedule of the critics, over all training steps."""
+    updates: int = Field(default=1, ge=1)
+    """Optimiser steps of each critic per optimiser step of the policy, on the same minibatch."""
     value_clip: float | None = Field(default=0.5, gt=0)
     """Clip range of the value loss around the old values; null disables it."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Initial training steps in which only the critic is trained."""
+    """Initial training steps in which only the critics are trained. The policy's schedule begins after them."""
+
+    @property
+    def fresh(self) -> tuple[int, int] | None:
+        """Layers and width of fresh critics; None if they start from a model."""
+        if self.layers is None and self.hidden_size is None:
+            return None
+        return self.layers or 3, self.hidden_size or 96
 
 
 class AlgorithmConfig(Strict):
     """Advantage, loss and regularisation."""
 
-    advantage: Literal[
-        "reinforce", "grpo", "gigpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"
-    ] = "grpo"
-    """Advantage estimator."""
+    advantage: Annotated[str, AfterValidator(plugins.ADVANTAGE.check_name)] = "grpo"
+    """Advantage estimator. If it is not set, some losses bring their own: `raft` and `raft_pp` the advantage `raft`,
+    `chunk_topr` `chunk_returns`, `flash_reinforce` `batch_mean`, `kimi` `dr_grpo`."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount: per turn for `reinforce` and `gigpo`, per action token for `reinforce_pp` and `gae`."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """GAE's lambda."""
-    loss: Literal["ppo", "decoupled_ppo", "tis", "cispo", "pg"] = "ppo"
+    """Discount: per turn for `reinforce`, `gigpo` and `chunk_returns`, per action token for `reinforce_pp`, `gae` and
+    (within a turn) `bilevel_gae`."""
+    lam: Annotated[float, Field(ge=0, le=1)] | Literal["length"] = 1.0
+    """GAE's lambda for the policy; `length`: `max(0, 1 - 1/(1.5·n))` for an episode of `n` action tokens."""
+    critic_lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of `gae` for the targets of the critics; `bilevel_gae` uses `lam`."""
+    advantage_mask: float = Field(default=0.2, ge=0, lt=1)
+    """With `gae`: share of the action tokens, those on which several critics agree most, that lose their policy
+    loss."""
+    entropy_mask: float = Field(default=0.2, ge=0, lt=1)
+    """With `gae`: share of the action tokens, those on which several critics agree least, that lose their entropy
+    bonus."""
+    gamma_high: float = Field(default=0.95, gt=0, le=1)
+    """Discount per turn of `bilevel_gae`."""
+    loss: Annotated[str, AfterValidator(plugins.LOSS.check_name)] = "ppo"
     """Policy loss."""
-    clip_low: float = Field(default=0.2, ge=0)
-    """Lower clip: the ratio is kept above `1 - clip_low`."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """Upper clip: the ratio is kept below `1 + clip_high`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of plug-ins that `advantage` and `loss` name; an option that both have goes to both."""
+    clip_low: float | None = Field(default=None, ge=0)
+    """Lower clip: the ratio is kept above `1 - clip_low`. null: the loss's own default, 0.2 for most of them (see
+    Algorithms)."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Upper clip: the ratio is kept below `1 + clip_high`. null: the loss's own default."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound on the loss of negative advantages (usually 3); null disables it."""
-    is_cap: float = Field(default=2.0, gt=0)
-    """Bound on importance weights: `tis` and the KL loss truncate to it, `decoupled_ppo` masks tokens beyond it."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    is_cap: float | None = Field(default=None, gt=0)
+    """Bound on importance weights: `tis`, `seq_tis` and the KL loss truncate to it; `decoupled_ppo`, `mis`, `seq_mis`
+    and `chunk_topr` mask tokens, sequences or turns beyond it. null: 5 for `mis`, otherwise 2."""
+    is_floor: float | None = Field(default=None, ge=0)
+    """Importance weights below it are masked by `mis` and `seq_mis`. null: 0.5 for `mis`, otherwise 0."""
+    topr_ratio: Literal["product", "geometric", "token"] = "product"
+    """Importance ratio of `topr`: the product over the tokens of the sequence, their geometric mean, or the ratio of
+    each token."""
+    kl_gate: float = Field(default=3e-3, gt=0)
+    """`flash_reinforce` masks sequences whose mean binary KL divergence from the behaviour policy exceeds this."""
+    aggregation: plugins.Aggregation | None = None
     """Mean over tokens, mean over sequences of their means, or sum divided by a constant length (`max_tokens` times
-    turns)."""
+    turns). null: `sequence_mean` for `gspo`, `sapo` and `flash_reinforce`, which are defined so, otherwise
+    `token_mean`."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator of the KL divergence to the initial policy."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -246,6 +313,29 @@ class AlgorithmConfig(Strict):
     """Weight of the entropy bonus."""
     advantage_clip: float | None = Field(default=None, gt=0)
     """Clip range of advantages; null disables it."""
+    overlong_max: int | None = Field(default=None, ge=1)
+    """Action tokens of an episode from which the length penalty is full; null: no length penalty."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """The length penalty grows linearly over the last `overlong_buffer` tokens before `overlong_max`."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Full length penalty, subtracted from the reward before advantages are estimated."""
+    credit: Literal["none", "local", "global", "coupled"] = "none"
+    """Attention-rhythm credit: amplifies the advantages of tokens that start a local chunk of the text, of anchors that
+    later tokens look back at, or of anchors together with the tokens that introduce them. Costs one more forward pass
+    per batch."""
+    credit_amplification: float = Field(default=1.5, ge=1)
+    """Factor of the advantages of these tokens."""
+    credit_share: float = Field(default=0.4, gt=0, le=1)
+    """Share of an answer's tokens that are amplified, of those that have a score."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _advantage_of_the_loss(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or "advantage" in settings or not isinstance(settings.get("loss"), str):
+            return settings
+        traits = plugins.LOSS.built_in.get(settings["loss"])
+        own = None if traits is None else traits.advantage
+        return settings if own is None else {**settings, "advantage": own}
 
 
 class LearnerConfig(Strict):
@@ -273,12 +363,15 @@ class LearnerConfig(Strict):
     """Passes over one batch."""
     max_tokens: int = Field(default=16384, ge=64)
     """Tokens per forward pass, including padding; affects memory and speed, not the result."""
+    packing: bool = False
+    """Put the sequences of a forward pass one after the other instead of padding them. The result is the same. It saves
+    time with `attention: flash_attention_2`; other kernels compute the attention between sequences and mask it."""
     backend: Literal["replicas", "fsdp", "deepspeed"] = "replicas"
     """`replicas`: every rank holds the whole model and its optimiser. `fsdp`: the ranks share them (torch's FSDP2).
     `deepspeed`: ZeRO; needs the extra `deepspeed`."""
-    zero_stage: int = Field(default=2, ge=0, le=3)
+    zero_stage: int | None = Field(default=None, ge=0, le=3)
     """What the ranks of `deepspeed` share: nothing (0), the optimiser's state (1), gradients too (2), parameters too
-    (3)."""
+    (3); null: 2."""
     offload_optimizer: bool = False
     """Keep the optimiser's state in the memory of the CPU (`deepspeed`)."""
     shard_size: int | None = Field(default=None, ge=2)
@@ -289,15 +382,21 @@ class LearnerConfig(Strict):
     memory, about a third more computation."""
     attention: str | None = None
     """Attention implementation of transformers, such as `sdpa`, `eager` or `flash_attention_2`; null: its default."""
-    placement: Literal["inline", "process"] = "inline"
-    """In the controller's process, or in a separate one."""
     ranks: int = Field(default=1, ge=1)
-    """Number of data-parallel processes; more than one needs a `cluster` section or `placement: process`."""
+    """Number of data-parallel processes; more than one needs a `cluster` section."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch for this role; null leaves torch's default."""
+    """CPU threads with which torch computes in each rank, also if an engine in the same process has another number; in
+    a cluster also the CPUs that each rank reserves. null: torch's default."""
     resources: dict[str, float] = Field(default_factory=dict)
     """What a rank reserves in a cluster, in addition to `threads` CPUs and one GPU (if `model.device` is a GPU): custom
     resources, or other amounts of `CPU` and `GPU`."""
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO; 0 with back ends other than DeepSpeed."""
+        if self.backend != "deepspeed":
+            return 0
+        return 2 if self.zero_stage is None else self.zero_stage
 
 
 class ImitationConfig(Strict):
@@ -355,6 +454,9 @@ class ClusterConfig(Strict):
     address: str = Field(default="local", min_length=1)
     """`local`: a cluster on this machine, which starts and ends with the run. Otherwise an existing cluster of which
     this machine is a node: `auto`, or `host:port`."""
+    colocate: bool = False
+    """Place engine `k` beside rank `k` of the learner, so that both use one GPU, half of it each unless `resources` say
+    otherwise."""
 
 
 class RunConfig(Strict):
@@ -379,7 +481,7 @@ class RunConfig(Strict):
     gate: GateConfig = GateConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
-    """The value model; only for the `gae` advantage, which needs it."""
+    """The value models; only for the advantages `gae` and `bilevel_gae`, which need them."""
     learner: LearnerConfig = LearnerConfig()
     imitation: ImitationConfig | None = None
     """Behaviour cloning before reinforcement learning; null skips it."""
@@ -406,6 +508,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _algorithm_contradictions(config)
     rollout, env = config.rollout, config.env
     yield from _sandbox_contradictions(env)
+    yield from _weights_contradictions(config)
     yield from _cluster_contradictions(config)
     yield from _backend_contradictions(config)
     if config.deterministic and (rollout.async_ratio > 0 or rollout.extra_groups > 0 or rollout.extra_members > 0):
@@ -419,6 +522,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 
 def _backend_contradictions(config: RunConfig) -> Iterator[str]:
     learner = config.learner
+    if learner.packing and config.algorithm.credit != "none":
+        yield (
+            f"learner.packing=true and algorithm.credit={config.algorithm.credit} contradict: attention maps are read "
+            "of padded sequences; remove one"
+        )
     if config.engine.share_weights and learner.backend != "replicas":
         yield (
             f"engine.share_weights=true needs the whole model on the learner's rank, and learner.backend is "
@@ -426,11 +534,16 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.engine.share_weights and learner.attention is not None:
         yield "engine.share_weights=true shares the engine's attention: remove learner.attention or share_weights"
-    if learner.offload_optimizer and (learner.backend != "deepspeed" or learner.zero_stage == 0):
-        yield "learner.offload_optimizer=true needs learner.backend=deepspeed with learner.zero_stage of at least 1"
-    if learner.backend == "deepspeed" and learner.zero_stage > 0 and learner.optimizer == "muon":
+    if learner.zero_stage is not None and learner.backend != "deepspeed":
         yield (
-            f"learner.optimizer=muon needs whole matrices, and learner.zero_stage={learner.zero_stage} flattens them: "
+            f"learner.zero_stage={learner.zero_stage} needs learner.backend=deepspeed, not {learner.backend}: set it "
+            "or remove learner.zero_stage"
+        )
+    if learner.offload_optimizer and learner.zero == 0:
+        yield "learner.offload_optimizer=true needs learner.backend=deepspeed with learner.zero_stage of at least 1"
+    if learner.zero > 0 and learner.optimizer == "muon":
+        yield (
+            f"learner.optimizer=muon needs whole matrices, and learner.zero_stage={learner.zero} flattens them: "
             "use adamw, learner.backend=fsdp, or learner.zero_stage=0"
         )
     if learner.shard_size is None:
@@ -447,17 +560,43 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _weights_contradictions(config: RunConfig) -> Iterator[str]:
+    engine, cluster = config.engine, config.cluster
+    colocated = cluster is not None and cluster.colocate
+    if engine.weights == "auto":
+        return
+    if engine.weights == "nccl" and config.model.device == "cpu":
+        yield "engine.weights=nccl needs GPUs, and model.device is cpu: set engine.weights=gloo"
+    if engine.share_weights:
+        yield f"engine.share_weights=true and engine.weights={engine.weights} contradict: remove one"
+    if cluster is None and engine.weights != "shared_memory":
+        yield (
+            f"engine.weights={engine.weights} needs engines and learner in processes of a cluster: add a section "
+            "`cluster: {}`, or remove it"
+        )
+    if cluster is not None and engine.weights == "shared_memory" and cluster.address != "local":
+        yield (
+            f"engine.weights=shared_memory needs one machine, and cluster.address is {cluster.address}: set "
+            "engine.weights=object_store"
+        )
+    if engine.weights == "nccl" and colocated:
+        yield (
+            "engine.weights=nccl and cluster.colocate=true contradict: NCCL connects different GPUs; set "
+            "engine.weights=ipc"
+        )
+    if engine.weights == "ipc" and not colocated:
+        yield "engine.weights=ipc needs each engine on a GPU of the learner: set cluster.colocate=true"
+
+
 def _cluster_contradictions(config: RunConfig) -> Iterator[str]:
     learner, engine, cluster = config.learner, config.engine, config.cluster
     if cluster is None:
-        if learner.ranks > 1 and learner.placement != "process":
+        if learner.ranks > 1:
             yield f"learner.ranks={learner.ranks} needs processes: add a section `cluster: {{}}`"
         for name, role in (("engine", engine), ("learner", learner)):
             if role.resources:
                 yield f"{name}.resources are reserved in a cluster: add a cluster section, or remove it"
         return
-    if "process" in (engine.placement, learner.placement):
-        yield "cluster and placement=process contradict: with a cluster section all roles are its actors; remove one"
     if cluster.address.startswith("ray://"):
         yield (
             f"cluster.address={cluster.address}: a run is itself a part of the cluster and cannot use Ray's client; "
@@ -468,8 +607,27 @@ def _cluster_contradictions(config: RunConfig) -> Iterator[str]:
             f"model.device={config.model.device} and cluster contradict: Ray gives each process its GPU; set "
             "model.device=cuda"
         )
+    if cluster.colocate:
+        yield from _colocation_contradictions(config)
+    elif engine.sleep:
+        yield "engine.sleep=true leaves a GPU to a learner that has its own: set cluster.colocate=true, or remove sleep"
     if engine.share_weights:
         yield "engine.share_weights=true and cluster contradict: memory is shared within one process; remove one"
+
+
+def _colocation_contradictions(config: RunConfig) -> Iterator[str]:
+    learner, engine = config.learner, config.engine
+    if engine.replicas != learner.ranks or engine.tensor_parallel > 1:
+        yield (
+            "cluster.colocate=true places one engine beside each rank of the learner: set engine.replicas="
+            f"{learner.ranks}, as learner.ranks, and engine.tensor_parallel=1"
+        )
+    gpus = sum(role.resources.get("GPU", 0.5) for role in (learner, engine))
+    if gpus > 1:
+        yield (
+            f"cluster.colocate=true shares one GPU, and learner.resources and engine.resources reserve {gpus:g} of it: "
+            "reserve 1 in total"
+        )
 
 
 def _sandbox_contradictions(env: EnvConfig) -> Iterator[str]:
@@ -517,11 +675,8 @@ def _engine_contradictions(config: RunConfig) -> Iterator[str]:
             f"engine.share_weights=true and rollout.async_ratio={rollout.async_ratio} contradict: an engine that uses "
             "the learner's weights in place would generate with partly updated ones; set one of them to false or 0"
         )
-    if engine.share_weights and (engine.kind != "hf" or "process" in (engine.placement, config.learner.placement)):
-        yield (
-            "engine.share_weights=true needs engine.kind=hf with engine.placement and learner.placement inline: "
-            "memory is shared within one process"
-        )
+    if engine.share_weights and engine.kind != "hf":
+        yield f"engine.share_weights=true needs engine.kind=hf, not {engine.kind}: memory is shared within one process"
     if engine.share_weights and engine.replicas > 1:
         yield (
             f"engine.share_weights=true and engine.replicas={engine.replicas} contradict: only one engine can use the "
@@ -531,6 +686,15 @@ def _engine_contradictions(config: RunConfig) -> Iterator[str]:
         yield f"engine.min_replicas={engine.min_replicas} is more than engine.replicas={engine.replicas}: lower it"
     if engine.tensor_parallel > 1 and engine.kind != "vllm":
         yield f"engine.tensor_parallel={engine.tensor_parallel} needs engine.kind=vllm; engine.kind is {engine.kind}"
+    if engine.verify_weights and engine.replicas == 1:
+        yield "engine.verify_weights=true compares engines, and engine.replicas=1: raise it, or remove verify_weights"
+    if engine.sleep and engine.kind != "vllm":
+        yield f"engine.sleep=true needs engine.kind=vllm, not {engine.kind}, which keeps its memory: remove it"
+    if engine.sleep and rollout.async_ratio > 0:
+        yield (
+            f"engine.sleep=true and rollout.async_ratio={rollout.async_ratio} contradict: the engine generates while "
+            "the learner trains; set one of them to false or 0"
+        )
     if engine.share_weights and config.model.lora is not None:
         yield "engine.share_weights=true and model.lora contradict: the engine serves merged weights; remove one"
     if config.deterministic and engine.kind != "hf":
@@ -549,24 +713,131 @@ def _algorithm_contradictions(config: RunConfig) -> Iterator[str]:
             f"rollout.groups={rollout.groups} is not divisible by learner.minibatches={minibatches}: "
             "a minibatch holds whole groups; change one of them"
         )
-    if algorithm.advantage == "gae" and config.critic is None:
-        yield "algorithm.advantage=gae needs a critic: add `critic: {}` or choose another advantage"
-    if algorithm.advantage != "gae" and config.critic is not None:
+    if algorithm.advantage in plugins.ADVANTAGE.built_in:
+        yield from advantage_contradictions(config, plugins.ADVANTAGE.built_in[algorithm.advantage])
+        if algorithm.advantage != "bilevel_gae" and algorithm.gamma_high != _default("gamma_high"):
+            yield (
+                f"algorithm.gamma_high={algorithm.gamma_high} is not used by algorithm.advantage="
+                f"{algorithm.advantage}: remove it or set algorithm.advantage=bilevel_gae"
+            )
+    if algorithm.loss in plugins.LOSS.built_in:
+        yield from loss_contradictions(algorithm, plugins.LOSS.built_in[algorithm.loss])
+    if config.critic is not None:
+        yield from _critic_contradictions(config.critic, config)
+    if algorithm.kl_coef > 0 and algorithm.kl == "none":
+        yield f"algorithm.kl_coef={algorithm.kl_coef} but algorithm.kl=none: choose k1, k2 or k3, or set kl_coef=0"
+    yield from _overlong_contradictions(algorithm)
+    yield from _credit_contradictions(algorithm)
+
+
+def advantage_contradictions(config: RunConfig, traits: plugins.AdvantageTraits) -> Iterator[str]:
+    """Yield contradictions between the settings and what ``algorithm.advantage`` declares."""
+    advantage, rollout = config.algorithm.advantage, config.rollout
+    if traits.needs_critic and config.critic is None:
+        yield f"algorithm.advantage={advantage} needs a critic: add `critic: {{}}` or choose another advantage"
+    if not traits.needs_critic and config.critic is not None:
         yield (
-            f"a critic section without algorithm.advantage=gae (it is {algorithm.advantage}) is not used: "
-            "remove the section or set algorithm.advantage=gae"
+            f"algorithm.advantage={advantage} does not use a critic: remove the critic section, or choose an advantage "
+            "that needs one, such as gae"
         )
-    group_baseline = algorithm.advantage in ("grpo", "gigpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-    if rollout.group_size < 2 and group_baseline:
+    if rollout.group_size < 2 and traits.group_baseline:
         yield (
-            f"rollout.group_size={rollout.group_size} with algorithm.advantage={algorithm.advantage}: the baseline "
+            f"rollout.group_size={rollout.group_size} with algorithm.advantage={advantage}: the baseline "
             "of a group of one is its own reward, so nothing would be learnt; use group_size >= 2 or reinforce"
         )
-    if rollout.dynamic_sampling and algorithm.advantage in ("reinforce_pp", "gae"):
+    if rollout.dynamic_sampling and traits.signal == "always":
         yield (
-            f"rollout.dynamic_sampling=true with algorithm.advantage={algorithm.advantage} replaces nothing: this "
+            f"rollout.dynamic_sampling=true with algorithm.advantage={advantage} replaces nothing: this "
             "advantage compares a group with the rest of the batch, so every group has signal; remove the setting "
             "or choose an advantage with a group baseline"
         )
-    if algorithm.kl_coef > 0 and algorithm.kl == "none":
-        yield f"algorithm.kl_coef={algorithm.kl_coef} but algorithm.kl=none: choose k1, k2 or k3, or set kl_coef=0"
+
+
+def loss_contradictions(algorithm: AlgorithmConfig, traits: plugins.LossTraits) -> Iterator[str]:
+    """Yield contradictions between the settings and what ``algorithm.loss`` declares."""
+    loss = algorithm.loss
+    if "reference" in traits.needs and algorithm.kl == "none":
+        yield f"algorithm.loss={loss} needs the reference policy: set algorithm.kl to k1, k2 or k3"
+    if traits.aggregation is not None and algorithm.aggregation not in (None, traits.aggregation):
+        yield (
+            f"algorithm.aggregation={algorithm.aggregation} and algorithm.loss={loss} contradict: this loss is "
+            f"defined with {traits.aggregation}; remove algorithm.aggregation"
+        )
+    if traits.options is not None:
+        yield from _unused_options(algorithm, traits.options)
+    for clip in ("clip_low", "clip_high"):
+        if loss == "gspo" and getattr(algorithm, clip) == 0.2:
+            yield (
+                f"algorithm.{clip}=0.2 is PPO's, and algorithm.loss=gspo would hardly ever reach it: its ratio is a "
+                f"mean over the sequence; remove algorithm.{clip} for its own clips, 3e-4 and 4e-4"
+            )
+    if loss in ("raft", "raft_pp") and algorithm.advantage != "raft":
+        other = "pg" if loss == "raft" else "ppo"
+        yield (
+            f"algorithm.loss={loss} with algorithm.advantage={algorithm.advantage} is {other} with that advantage: "
+            f"remove algorithm.advantage, or set algorithm.loss={other}"
+        )
+
+
+def _unused_options(algorithm: AlgorithmConfig, used: frozenset[str]) -> Iterator[str]:
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
+        used = used | {"is_cap"}
+    options = {name: traits.options or () for name, traits in plugins.LOSS.built_in.items()}
+    for option in sorted({option for names in options.values() for option in names} - used):
+        value = getattr(algorithm, option)
+        if value != _default(option):
+            users = ", ".join(name for name, names in options.items() if option in names)
+            yield (
+                f"algorithm.{option}={value} is not used by algorithm.loss={algorithm.loss}: remove it, or choose a "
+                f"loss that uses it ({users})"
+            )
+
+
+def _default(setting: str) -> Any:
+    return AlgorithmConfig.model_fields[setting].default
+
+
+def _overlong_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    longest, buffer = algorithm.overlong_max, algorithm.overlong_buffer
+    if (longest is None) != (buffer is None):
+        yield (
+            f"algorithm.overlong_max={longest} and algorithm.overlong_buffer={buffer}: the length penalty needs both; "
+            "set both or neither"
+        )
+    if longest is None and algorithm.overlong_penalty != 1:
+        yield (
+            f"algorithm.overlong_penalty={algorithm.overlong_penalty} needs algorithm.overlong_max and "
+            "algorithm.overlong_buffer: set them or remove it"
+        )
+    if longest is not None and buffer is not None and buffer > longest:
+        yield f"algorithm.overlong_buffer={buffer} is more than algorithm.overlong_max={longest}: lower it"
+
+
+def _critic_contradictions(critic: CriticConfig, config: RunConfig) -> Iterator[str]:
+    if critic.path is not None and critic.fresh is not None:
+        key = "layers" if critic.layers is not None else "hidden_size"
+        yield (
+            f"critic.path={critic.path} and critic.{key} contradict: one loads a model, the other makes a fresh one; "
+            "remove one"
+        )
+    size = config.rollout.group_size
+    if critic.count > size:
+        yield (
+            f"critic.count={critic.count} is more than rollout.group_size={size}: each critic needs a member of every "
+            "group for itself; lower critic.count or raise rollout.group_size"
+        )
+    if 0 < config.steps <= critic.warmup_steps:
+        yield (
+            f"critic.warmup_steps={critic.warmup_steps} leaves no training step for the policy in "
+            f"steps={config.steps}: lower critic.warmup_steps or raise steps"
+        )
+
+
+def _credit_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.credit == "none":
+        for name in ("credit_amplification", "credit_share"):
+            if (value := getattr(algorithm, name)) != AlgorithmConfig.model_fields[name].default:
+                yield (
+                    f"algorithm.{name}={value} has no effect with algorithm.credit=none: choose local, global or "
+                    f"coupled, or remove {name}"
+                )

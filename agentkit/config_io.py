@@ -66,6 +66,13 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper, str(path)))
 
+_PLACEMENT = (
+    "this setting was removed: engine and learner run in the process of the run; remove the key, and for separate "
+    "processes add a section `cluster: {}`, which needs pip install 'agentkit-rl[ray]'"
+)
+_REMOVED = {"engine.placement": _PLACEMENT, "learner.placement": _PLACEMENT}
+"""Keys of earlier versions, and what replaces them."""
+
 Key = tuple[str, ...]
 Places = dict[Key, str]
 """Place where each key is set: ``file.yaml:12`` or ``override 'learner.lr=x'``."""
@@ -251,7 +258,9 @@ def _problem(details: Mapping[str, Any], places: Places, source: str) -> str:
     key, model = _known_part(location)
     if details["type"] == "extra_forbidden":
         key = tuple(location)
-        return f"{_place(key, places, source)}: {'.'.join(key)}: no such key{_suggestion(key, model)}"
+        dotted = ".".join(key)
+        problem = _REMOVED.get(dotted) or f"no such key{_suggestion(key, model)}"
+        return f"{_place(key, places, source)}: {dotted}: {problem}"
     if details["type"] == "missing":
         place = _place(key[:-1], places, source)
         dotted = ".".join(key)

@@ -1,16 +1,80 @@
-"""Check entry points without importing them.
+"""Names that installed distributions declare: who owns a name, what is similar to it, and whether it can be loaded.
 
-Invariant: no code of the package is run; files are found and parsed, never imported. Problems that only appear when
-the code runs, such as a failing import inside the module, are found when the environment is made.
+Invariant: only ``load`` runs code of a package; ``claims`` and ``diagnose`` read metadata and parse files. Problems
+that only appear when the code runs, such as a failing import inside the module, are found by ``load``.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib
 import importlib.machinery
+import importlib.metadata
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+DISTRIBUTION = "agentkit-rl"
+
+
+@dataclass
+class Claim:
+    """A name that a distribution declares as an entry point."""
+
+    name: str
+    target: str
+    """``package.module:object``."""
+    distribution: str
+    """Name and version of the distribution."""
+    built_in: bool
+    """The distribution is agentkit itself."""
+    refusal: str | None = None
+    """Why the name cannot be used: two distributions claim it."""
+
+
+def claims(points: Iterable[importlib.metadata.EntryPoint], built_in: Collection[str] = ()) -> dict[str, Claim]:
+    """Resolve conflicts of names: agentkit's own win with a warning; a name claimed by two plug-ins is refused.
+
+    Args:
+        points: entry points of one group.
+        built_in: names that agentkit defines without an entry point.
+    """
+    found: dict[str, Claim] = {}
+    described = [(point, point.dist.name if point.dist is not None else "?") for point in points]
+    for point, name in sorted(described, key=lambda pair: pair[1] != DISTRIBUTION):
+        version = f" {point.dist.version}" if point.dist is not None else ""
+        claim = Claim(point.name, point.value, name + version, name == DISTRIBUTION)
+        holder = found.get(claim.name)
+        if claim.name in built_in or (holder is not None and holder.built_in):
+            warnings.warn(
+                f"{claim.distribution} declares {claim.name!r}, which is agentkit's own; it is ignored", stacklevel=3
+            )
+        elif holder is None:
+            found[claim.name] = claim
+        else:
+            both = f"{holder.distribution} ({holder.target}) and {claim.distribution} ({claim.target})"
+            holder.refusal = f"it is claimed by both {both}; uninstall one of them"
+    return dict(sorted(found.items()))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return a hint for a name that is not among ``known``: similar ones, or all."""
+    lowered = {one.lower(): one for one in known} | {one.lower().rsplit("-v", 1)[0]: one for one in known}
+    near = list(dict.fromkeys(lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)))
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+def load(target: str) -> Any:
+    """Import ``package.module:object``. Raises whatever the import raises, and ``AttributeError``."""
+    module, _, attribute = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def diagnose(value: str) -> str | None:

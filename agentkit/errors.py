@@ -37,7 +37,11 @@ class MissingExtra(AgentkitError):
 
 
 class RegistryError(AgentkitError):
-    """An environment name is unknown, claimed twice, or its plugin does not load."""
+    """A name of an environment or a plug-in is unknown or claimed twice, or the plug-in does not load."""
+
+
+class PluginError(AgentkitError):
+    """A plug-in (advantage, loss, reward, filter or parser) raised, or returned something that its kind forbids."""
 
 
 class DataError(AgentkitError):
@@ -85,6 +89,10 @@ class EngineError(AgentkitError):
         """``fatal``: the engine that raised the error serves nothing any more, and must be replaced."""
         super().__init__(message)
         self.fatal = fatal
+
+
+class WeightsUnavailable(EngineError):
+    """The learner has trained since it published these weights, and keeps no copy: the next version will follow."""
 
 
 class RendererError(AgentkitError):

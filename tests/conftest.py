@@ -12,6 +12,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import seeds
+from plugin_packages import install as install
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from agentkit.trainers.weights.base import Weights
-from agentkit.trainers.weights.tensors import tensor_of
+from agentkit.trainers.weights.base import Receiver, Weights
+from agentkit.trainers.weights.tensors import spec_of
 
 
-def state_of(weights: Weights) -> dict[str, Tensor]:
+def state_of(weights: Weights, receiver: Receiver | None = None) -> dict[str, Tensor]:
     """Return a copy of all tensors, after checking that they are those that ``weights`` announces."""
-    read = [(spec, tensor_of(spec, data).clone()) for bucket in weights.buckets() for spec, data in bucket]
-    assert tuple(spec for spec, _ in read) == weights.tensors
-    return {spec.name: tensor for spec, tensor in read}
+    receiver = receiver or Receiver()
+    read = [(name, tensor.clone()) for bucket in weights.buckets(receiver) for name, tensor in bucket]
+    assert tuple(spec_of(name, tensor) for name, tensor in read) == weights.tensors
+    return dict(read)

@@ -59,15 +59,12 @@ def plan(
     """
     from agentkit.config_io import load_config
     from agentkit.trainers.planning import memory
-    from agentkit.trainers.planning.architecture import count, read_architecture
+    from agentkit.trainers.planning.architecture import count, critic_architecture, read_architecture
     from agentkit.trainers.planning.throughput import Rates
 
     settings = load_config(config, overrides or [])
     policy = read_architecture(settings.model.path)
-    critic = None
-    if settings.critic is not None:
-        path = settings.critic.path
-        critic = policy if path is None else read_architecture(path, "critic.path")
+    critic = critic_architecture(settings, policy)
     trained = count(memory.adapters(policy, settings)) or count(policy.tensors)
     typer.echo(f"model: {count(policy.tensors):,} parameters, {trained:,} trained, {settings.model.dtype}\n")
     for line in placement(settings):
@@ -85,7 +82,8 @@ def plan(
         raise ConfigError("the number of turns per episode is not known: give --turns, or set env.max_turns")
     answer = answer or settings.rollout.max_tokens
     engine_rate = engine_rate or _GENERATED / count(policy.tensors)
-    learner_rate = learner_rate or _TRAINED / count(policy.tensors)
+    extra = 1 if settings.algorithm.credit == "none" else 4 / 3  # credit adds a forward pass, a third of the work
+    learner_rate = learner_rate or _TRAINED / extra / count(policy.tensors)
     episodes = settings.rollout.groups * settings.rollout.group_size
     rates = Rates(
         generation=episodes * turns * answer / engine_rate,
@@ -128,11 +126,10 @@ def placement(settings: RunConfig) -> Iterator[str]:
     """Yield one line per role: number, place, threads."""
     yield f"{'role':<10} {'number':>6}  {'place':<28} {'threads':>7}"
     learner, engine = settings.learner, settings.engine
+    cluster = settings.cluster
+    place = "the process of the run" if cluster is None else f"actors, cluster {cluster.address}"
     engines = engine.replicas * engine.tensor_parallel
     for name, number, role in (("learner", learner.ranks, learner), ("engine", engines, engine)):
-        place = "a process each" if role.placement == "process" else "the process of the run"
-        if settings.cluster is not None:
-            place = f"actors, cluster {settings.cluster.address}"
         yield f"{name:<10} {number:>6}  {place:<28} {role.threads or 'all':>7}"
 
 

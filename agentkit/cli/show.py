@@ -1,4 +1,4 @@
-"""``agentkit show``: list the episodes of a run, or print one with its tokens. Loads no torch.
+"""``agentkit show``: list the episodes of a run, or print one with its tokens. Loads torch only for ``--rhythm``.
 
 Invariant: texts of environments and models are printed such that control characters and markup have no effect.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentkit.cli.show_rhythm import rhythm_lines
 from agentkit.cli.show_sandboxes import sandbox_lines
 from agentkit.text import printable
 
@@ -55,6 +56,9 @@ class Order(str, Enum):
 def show(
     run: Annotated[Path, typer.Argument(help="Run directory, or a directory written by `agentkit eval --out`.")],
     episode: Annotated[int | None, typer.Option(help="Print this episode completely.", show_default=False)] = None,
+    rhythm: Annotated[
+        bool, typer.Option("--rhythm", help="With --episode: draw the attention rhythm over its tokens.")
+    ] = False,
     last: Annotated[int, typer.Option(min=1, help="Number of episodes to list, from the end of the order.")] = 20,
     ending: Annotated[Ending | None, typer.Option(help="Only episodes with this use.", show_default=False)] = None,
     step: Annotated[int | None, typer.Option(help="Only episodes of this training step.", show_default=False)] = None,
@@ -87,6 +91,8 @@ def show(
     from agentkit.jsonl import read_jsonl
     from agentkit.run_directory import RunDirectory
 
+    if rhythm and (episode is None or sandboxes):
+        raise typer.BadParameter("--rhythm draws one episode: add --episode N, without --sandboxes")
     directory = RunDirectory.open(run)
     if sandboxes:
         lines = sandbox_lines(read_jsonl(directory.metrics_file), read_jsonl(directory.events_file), last)
@@ -104,7 +110,11 @@ def show(
         lines = list_lines(records.list_episodes(file, wanted, order=sort.value, reverse=reverse, last=last))
     else:
         row, trajectory = records.read_episode(directory.episodes_file, episode)
-        lines = episode_lines(row, trajectory, token_texts(directory))
+        lines = (
+            rhythm_lines(directory, row, trajectory, token_texts(directory))
+            if rhythm
+            else episode_lines(row, trajectory, token_texts(directory))
+        )
     for line in lines:
         typer.echo(line)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from requiring import require
 
 from agentkit.config import RunConfig
 from agentkit.config_io import load_config, parse_config
@@ -263,6 +264,35 @@ def test_show_lists_and_prints(finished: tuple[Path, str]) -> None:
     assert "'recorded'" in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_attention_credit_trains_and_its_rhythm_is_drawn(config: Path, tmp_path: Path) -> None:
+    settings = ("steps=2", "algorithm.credit=coupled", "rollout.max_tokens=24")
+    result = agentkit("run", config, *settings, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert "credit: reads the attention of layers 1, 2 (from 0); 2 local and 2 global heads" in result.stdout
+    directory = tmp_path / "run"
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "credit/gamma" in row]
+    assert len(steps) == 2
+    assert all(1 < row["credit/gamma"] < 1.7 and 0 < row["credit/anchor_share"] < 0.4 for row in steps)
+    assert all(0 < row["credit/seconds"] < row["time/train"] for row in steps)
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    [heads] = [event for event in events if "local" in event]
+    assert heads["layers"] == [1, 2]
+    assert len(heads["local"]) == len(heads["global"]) == 2
+
+    result = agentkit("show", directory, "--episode", "1", "--rhythm")
+    assert result.returncode == 0, result.stderr
+    assert "heads of the run" in result.stdout
+    assert "layers 1, 2" in result.stdout
+    marks = [line.split()[-3] for line in result.stdout.splitlines() if line.rstrip().endswith("'")]
+    assert any("A" in letters for letters in marks)
+    result = agentkit("show", directory, "--rhythm")
+    assert result.returncode == 2
+    assert "add --episode N" in result.stderr
+
+
 def test_eval_measures_a_run(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     result = agentkit("eval", directory, "--episodes", "3")
@@ -384,9 +414,10 @@ def test_doctor_reports_every_part(tmp_path: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A long run after its first step, with its roles in separate processes."""
+    """A long run after its first step, with its roles in a cluster."""
+    require("ray", "pip install 'agentkit-rl[ray]'")
     path = tmp_path / "long.yaml"
-    path.write_text(TINY + "learner: {placement: process}\nengine: {placement: process}\n")
+    path.write_text(TINY + "cluster: {}\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "agentkit", "run", str(path), f"dir={tmp_path / 'run'}", "steps=100000"],
         stdout=subprocess.PIPE,
@@ -426,7 +457,7 @@ def test_ctrl_c_once_saves_and_the_run_goes_on_later(running: subprocess.Popen[s
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_is_resumed_by_the_same_command(config: Path, tmp_path: Path, stop: signal.Signals) -> None:
-    arguments = ["run", str(config), "--again", "steps=40", "engine.placement=process"]
+    arguments = ["run", str(config), "--again", "steps=40"]
     with subprocess.Popen([sys.executable, "-m", "agentkit", *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line.startswith("step 2/") for line in process.stdout), "the run ended before its second step"

@@ -155,19 +155,63 @@ def test_all_problems_are_listed_at_once() -> None:
     [
         ("engine.share_weights=true", "rollout.async_ratio=1"),
         ("engine.share_weights=true", "engine.replicas=2"),
+        ("engine.share_weights=true", "engine.kind=vllm"),
         ("engine.min_replicas=3", "engine.replicas=2"),
         ("engine.tensor_parallel=2", "engine.kind=hf"),
         ("engine.share_weights=true", "learner.backend=fsdp"),
         ("engine.share_weights=true", "learner.attention=eager"),
         ("learner.offload_optimizer=true", "learner.backend=fsdp"),
         ("learner.optimizer=muon", "learner.backend=deepspeed"),
+        ("learner.zero_stage=2", "learner.backend=fsdp"),
         ("learner.shard_size=2", "learner.backend=replicas"),
+        ("algorithm.clip_low=0.3", "algorithm.loss=pg"),
+        ("algorithm.clip_high=0.2", "algorithm.loss=gspo"),
+        ("algorithm.dual_clip=3.0", "algorithm.loss=topr"),
+        ("algorithm.topr_ratio=token", "algorithm.loss=ppo"),
+        ("algorithm.aggregation=token_mean", "algorithm.loss=gspo"),
+        ("algorithm.loss=raft", "algorithm.advantage=grpo"),
+        ("algorithm.advantage=bilevel_gae", "critic=null"),
+        ("algorithm.gamma_high=0.9", "algorithm.advantage=grpo"),
+        ("algorithm.overlong_max=5", "algorithm.overlong_buffer=null"),
+        ("algorithm.overlong_buffer=6", "algorithm.overlong_max=5"),
+        ("algorithm.overlong_penalty=2.0", "algorithm.overlong_max=null"),
+        ("algorithm.credit_share=0.3", "algorithm.credit=none"),
+        ("engine.weights=gloo", "cluster=null"),
+        ("engine.weights=shared_memory", "cluster={address: auto}"),
+        ("engine.weights=nccl", "model.device=cpu"),
+        ("engine.weights=ipc", "cluster.colocate=false"),
+        ("cluster.colocate=true", "engine.replicas=2"),
+        ("engine.verify_weights=true", "engine.replicas=1"),
+        ("engine.sleep=true", "engine.kind=hf"),
     ],
 )
 def test_a_contradiction_names_both_keys(one: str, other: str) -> None:
     message = refused(SMALLEST, one, other)
     assert one in message
     assert other.split("=")[0] in message
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage"), [("topr", "grpo"), ("gspo", "grpo"), ("raft", "raft"), ("chunk_topr", "chunk_returns")]
+)
+def test_a_loss_is_configured_in_one_line(loss: str, advantage: str) -> None:
+    config = parse_config(SMALLEST, [f"algorithm.loss={loss}"])
+    assert config.algorithm.advantage == advantage
+    assert parse_config(dump_config(config)) == config
+    chosen = parse_config(SMALLEST, ["algorithm.loss=kimi", "algorithm.advantage=rloo"])
+    assert chosen.algorithm.advantage == "rloo"
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+@pytest.mark.parametrize("section", ["engine", "learner"])
+def test_a_removed_key_names_its_replacement(section: str, placement: str) -> None:
+    expected = (
+        f"{section}.placement: this setting was removed: engine and learner run in the process of the run; remove the "
+        "key, and for separate processes add a section `cluster: {}`, which needs pip install 'agentkit-rl[ray]'"
+    )
+    text = f"{SMALLEST}{section}:\n  threads: 1\n  placement: {placement}\n"
+    assert refused(text) == f"my.yaml:4: {expected}"
+    assert refused(SMALLEST, f"{section}.placement={placement}").endswith(f"placement={placement}': {expected}")
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,18 @@ def test_only_a_dry_run_makes_an_environment_that_may_be_slow(plugin: None) -> N
     assert len(problems("env.kwargs.number=1", env="Inline-v0")) == 1
 
 
+def test_missing_extras_are_found_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, absent = importlib.util.find_spec, ("ray", "vllm", "deepspeed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
+    found = problems("cluster={}", "engine.kind=vllm", "learner.backend=deepspeed")
+    settings = {"vllm": "engine.kind=vllm", "ray": "cluster", "deepspeed": "learner.backend=deepspeed"}
+    for problem, (extra, setting) in zip(found, settings.items(), strict=True):
+        assert problem.startswith(
+            f"{setting} needs the extra '{extra}' ({extra} not installed); pip install 'agentkit-rl[{extra}]'"
+        )
+    assert problems("learner.backend=deepspeed", "learner.zero_stage=0") == []
+
+
 def test_the_sandboxes_of_an_environment_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     (problem,) = problems("env.kwargs.backend=docker", env="CodeContest-v0", thorough=True)
@@ -188,3 +201,30 @@ def test_a_critics_model_needs_no_tokenizer(tmp_path: Path) -> None:
     assert problems(*gae, f"critic.path={tmp_path}") == []
     (problem,) = problems(*gae, "critic.path=/nowhere")
     assert problem.startswith("critic.path='/nowhere' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "size", "words"),
+    [
+        ({"a": 0, "b": 1}, 10, None),
+        ({"a": 0}, 10, None),  # lacks a token, but reads its id
+        ({"a": 1, "b": 0}, 10, "gives 2 tokens of model.path"),
+        ({}, 3, "it knows 3 tokens"),
+    ],
+)
+def test_a_critic_reads_the_policys_tokens(
+    tmp_path: Path, vocabulary: dict[str, int], size: int, words: str | None
+) -> None:
+    end = [{"id": 3, "content": "<end>"}]
+    for name, ids, count in (("policy", {"a": 0, "b": 1}, 4), ("critic", vocabulary, size)):
+        (tmp_path / name).mkdir()
+        files = MODEL | {
+            "config.json": {"model_type": "qwen3", "vocab_size": count},
+            "tokenizer.json": {"model": {"vocab": ids}, "added_tokens": end if ids else []},
+        }
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(json.dumps(content))
+    found = problems(
+        f"model.path={tmp_path / 'policy'}", "algorithm.advantage=gae", f"critic={{path: {tmp_path / 'critic'}}}"
+    )
+    assert [str(words) in problem for problem in found] == ([] if words is None else [True])
