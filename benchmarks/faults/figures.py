@@ -160,6 +160,8 @@ that takes longer than 95 % of the past ones is also made in a second container.
   steps of the same runs. In brackets: the 95 % interval of the ratio of means, by bootstrap over steps. The goal is
   met if the whole interval meets it, and `undecided` if only a part of the interval does.
 - The model's weights hardly change (learning rate 1e-9), so that all steps do the same work.
+- The fault-free phases are the first and the last of a run. A ratio below 1 shows how much steps differ for other
+  reasons.
 - A fault costs time, not a share of a step: longer steps hide more of it. {cost}
 """
 

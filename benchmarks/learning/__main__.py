@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 from benchmarks.learning.references import expert_and_random
 from benchmarks.learning.report import write_report
+from benchmarks.learning.runs import metrics, run_once
 from benchmarks.learning.settings import SETTINGS, Setting
 
 ROOT = Path("runs/learning")
@@ -53,36 +52,16 @@ def _seed_of_setting(setting: Setting, seed: int) -> None:
     teacher = 0 if setting.one_imitation else seed
     imitated = ROOT / f"{setting.name}-{teacher}-imitation"
     with _IMITATING:
-        _run(setting, imitated, teacher, ["steps=0"])
+        run_once(setting.config, imitated, teacher, ["steps=0"])
     for ratio in setting.ratios:
         target = ROOT / f"{setting.name}-{seed}-async{ratio:g}"
         first = 500_000  # RL tasks differ from those that were imitated
-        _run(
-            setting,
+        run_once(
+            setting.config,
             target,
             seed,
             ["imitation=null", f"model.path={imitated}", f"rollout.async_ratio={ratio}", f"env.first_seed={first}"],
         )
-
-
-def _run(setting: Setting, directory: Path, seed: int, overrides: list[str]) -> None:
-    if (directory / "done").exists():
-        return
-    if directory.exists():
-        subprocess.run(["rm", "-rf", str(directory)], check=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "agentkit", "run", str(setting.config), f"dir={directory}", f"seed={seed}"]
-    log = directory.with_suffix(".log")
-    with log.open("w") as output:
-        code = subprocess.run([*command, *overrides], stdout=output, stderr=subprocess.STDOUT).returncode
-    if code or not _finished(directory):  # a run that was asked to stop ends well, and early
-        raise SystemExit(f"{' '.join(command)} ended with {code} before its end; see {log}")
-    (directory / "done").touch()
-    print(f"{directory.name}: {log.read_text().strip().splitlines()[-1]}", flush=True)
-
-
-def _finished(directory: Path) -> bool:
-    return json.loads((directory / "events.jsonl").read_text().splitlines()[-1]).get("finished", False)
 
 
 def collect(setting: Setting) -> dict[str, Any]:
@@ -90,7 +69,7 @@ def collect(setting: Setting) -> dict[str, Any]:
     seeds: dict[int, dict[str, Any]] = {}
     for path in sorted(ROOT.glob(f"{setting.name}-[0-9]*-async*/done")):
         _, seed, ratio = path.parent.name.rsplit("-", 2)
-        lines = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics(path.parent)
         evaluations = [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
         steps = [line for line in lines if "rollout/success" in line]
         seeds.setdefault(int(seed), {})[ratio.removeprefix("async")] = {

@@ -19,9 +19,9 @@ import numpy as np
 from agentkit import registry
 from agentkit.config import RunConfig
 from agentkit.envs.base import Concurrency, TextEnv
-from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
+from agentkit.trainers.inference.base import EngineStats, Generation, InferenceEngine, PauseMode, Sampling
 from agentkit.trainers.models.load import load_tokenizer
-from agentkit.trainers.rollout.loop import RolloutLoop
+from agentkit.trainers.rollout.loop import OnEpisode, RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
@@ -107,7 +107,15 @@ class InstantEngine:
     async def close(self) -> None: ...
 
 
-def _loop(envs: int, *, unique: bool) -> tuple[RolloutLoop, InstantEngine]:
+def grid_loop(
+    engine: InferenceEngine,
+    renderer: ChatRenderer,
+    envs: int,
+    *,
+    unique: bool,
+    on_episode: OnEpisode = lambda trajectory, ending, reason: None,
+) -> RolloutLoop:
+    """Return a rollout loop of ``envs`` episodes of ``GridTalk`` at a time, in groups of 8."""
     registry.register("GridTalk-v0", GridTalk)
     config = RunConfig.model_validate(
         {
@@ -115,9 +123,13 @@ def _loop(envs: int, *, unique: bool) -> tuple[RolloutLoop, InstantEngine]:
             "rollout": {"groups": max(1, envs // 8), "group_size": 8},
         }
     )
+    return RolloutLoop(config, engine, renderer, ActionParser("tagged", 1), on_episode=on_episode)
+
+
+def _loop(envs: int, *, unique: bool) -> tuple[RolloutLoop, InstantEngine]:
     renderer = ChatRenderer(load_tokenizer("quickstart"))
     engine = InstantEngine(renderer)
-    return RolloutLoop(config, engine, renderer, ActionParser("tagged", 1)), engine
+    return grid_loop(engine, renderer, envs, unique=unique), engine
 
 
 async def _rate(envs: int, turns: int, *, unique: bool) -> float:
@@ -127,16 +139,17 @@ async def _rate(envs: int, turns: int, *, unique: bool) -> float:
     try:
         version = 0
         for _ in range(1 + max(0, 500 // envs)):  # warm up
-            version = await _step(loop, version)
+            version = await train_nothing(loop, version)
         before, start = engine.turns, time.process_time()
         while engine.turns - before < turns:
-            version = await _step(loop, version)
+            version = await train_nothing(loop, version)
         return (engine.turns - before) / (time.process_time() - start)
     finally:
         await loop.close()
 
 
-async def _step(loop: RolloutLoop, version: int) -> int:
+async def train_nothing(loop: RolloutLoop, version: int) -> int:
+    """Consume a batch and publish the same weights as the next version."""
     await loop.next_batch()
     await loop.publish(WeightsInPlace(version + 1))
     return version + 1

@@ -91,7 +91,7 @@ class Outcome:
 
 
 class ModelledEngine:
-    """Implements ``InferenceEngine``: processor sharing among its requests, in solo seconds."""
+    """Implements ``ManagedEngine``: processor sharing among its requests, in solo seconds."""
 
     def __init__(self, work: Work, crowd: float) -> None:
         self._work, self._crowd = work, crowd
@@ -183,6 +183,11 @@ class ModelledEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(self.turns, 0, 0, self.busy_s, self._running, 0)
+
+    async def sleep(self) -> None: ...
+
+    async def checksum(self) -> str:
+        return ""
 
     async def close(self) -> None: ...
 
