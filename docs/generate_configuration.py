@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentkit.config import RunConfig
 from agentkit.config_io import section_model
+from agentkit.plugins import Kind
 
 PAGE = Path(__file__).parent / "configuration.md"
 INTRODUCTION = """\
@@ -73,8 +74,19 @@ def _type(field: FieldInfo) -> str:
     return _bounded(field.annotation, field.metadata)
 
 
+def _names(constraints: Sequence[Any]) -> str:
+    """Return the built-in names of a setting that may name a plug-in; empty for any other setting."""
+    kinds = (getattr(one.func, "__self__", None) for one in constraints if isinstance(one, AfterValidator))
+    for kind in kinds:
+        if isinstance(kind, Kind):
+            return " or ".join([*(f"`{name}`" for name in kind.built_in), "[plug-in](plugins.md)"])
+    return ""
+
+
 def _bounded(annotation: Any, constraints: Sequence[Any]) -> str:
     """Return the name of a type, with the bounds among ``constraints``."""
+    if names := _names(constraints):
+        return names
     bounds = []
     for constraint in constraints:
         if isinstance(constraint, tuple(SIGNS)):
@@ -86,7 +98,8 @@ def _bounded(annotation: Any, constraints: Sequence[Any]) -> str:
 def _type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _bounded(arguments[0], [one for field in arguments[1:] for one in field.metadata])
+        metadata = [one for field in arguments[1:] for one in getattr(field, "metadata", [field])]
+        return _bounded(arguments[0], metadata)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_type_name(argument) for argument in arguments)
     if origin is typing.Literal:

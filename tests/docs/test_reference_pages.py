@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentkit.config_io import parse_config, valid_keys
+from agentkit.trainers.algorithms.advantages import ESTIMATORS
+from agentkit.trainers.algorithms.losses import POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +28,15 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert page == module.page(), "run: python docs/generate_configuration.py"
     for key in valid_keys():
         assert f"`{'.'.join(key)}`" in page
+
+
+def test_every_algorithm_has_a_row_with_its_source() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    for heading, names in (("## Advantages", ESTIMATORS), ("## Losses", POLICY_LOSSES)):
+        section = page.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+        rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", section, re.MULTILINE))
+        assert rows.keys() >= set(names), f"{heading}: {set(names) - rows.keys()}"
+        assert all(re.search(r"\d{4}|the same", rows[name]) for name in names), "a source has a year or an arXiv number"
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "eval", "show", "doctor"])
