@@ -67,7 +67,6 @@ def nodes() -> Iterator[Nodes]:
     require("ray", "pip install 'agentkit-rl[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        patch.setenv("RAY_worker_niceness", "0")
         # On a busy machine, a node that lives may be silent for seconds.
         patch.setenv("RAY_health_check_timeout_ms", "10000")
         patch.setenv("RAY_health_check_failure_threshold", "5")

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from processes import gone
 from safetensors.torch import load_file
 
 import agentkit
@@ -80,6 +81,7 @@ def test_the_command_trains_with_two_engines_and_two_ranks_and_leaves_nothing(tm
     result = subprocess.run(
         [sys.executable, "-m", "agentkit", "run", "examples/cluster.yaml", f"dir={tmp_path / 'run'}", *overrides],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "STARTED_BY_TEST": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=800,
@@ -87,9 +89,9 @@ def test_the_command_trains_with_two_engines_and_two_ranks_and_leaves_nothing(tm
     )
     assert result.returncode == 0, result.stderr
     assert "step 2/2" in result.stdout
-    mine = {child.pid for child in psutil.Process().children(recursive=True)}
-    left = [p for p in psutil.process_iter(["cmdline"]) if "ray::Host" in " ".join(p.info["cmdline"] or [])]
-    assert not [p for p in left if p.pid not in mine]
+    for process in psutil.process_iter(["environ", "cmdline"]):  # Ray's processes inherit the environment
+        if (process.info["environ"] or {}).get("STARTED_BY_TEST") == str(tmp_path):
+            assert gone(process.pid, within=30.0), process.info["cmdline"]
 
 
 def test_a_program_may_import_ray_first_and_have_a_token(tmp_path: Path) -> None:

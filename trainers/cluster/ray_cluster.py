@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "120",
+    # Actors run at the priority of the run, not at nice 15.
+    "RAY_worker_niceness": "0",
     # A silent node is lost after 9 s instead of 62 s.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
