@@ -129,8 +129,9 @@ def placement(settings: RunConfig) -> Iterator[str]:
     cluster = settings.cluster
     place = "the process of the run" if cluster is None else f"actors, cluster {cluster.address}"
     engines = engine.replicas * engine.tensor_parallel
+    unset = "all" if cluster is None else "1"  # Ray allows an actor as many threads as it has reserved CPUs
     for name, number, role in (("learner", learner.ranks, learner), ("engine", engines, engine)):
-        yield f"{name:<10} {number:>6}  {place:<28} {role.threads or 'all':>7}"
+        yield f"{name:<10} {number:>6}  {place:<28} {role.threads or unset:>7}"
 
 
 def amounts(need: Memory) -> Iterator[str]:

@@ -32,6 +32,8 @@ OWNED = {
     "max_model_len": "engine.max_context",
     "max_num_seqs": "engine.max_batch",
     "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "engine.tensor_parallel",
+    "data_parallel_size": "engine.replicas",
     "seed": "seed",
     "logprobs_mode": None,
     "generation_config": None,
