@@ -1,7 +1,7 @@
 """Measure what distribution costs: training, weight updates, and the controller, on a Ray cluster of this machine.
 
-    python -m benchmarks.distributed                    # about 25 minutes; writes docs/results/distributed.md
-    python -m benchmarks.distributed --only weights     # training, weights, throughput or growth: replaces its part
+    python -m benchmarks.distributed                    # about 45 minutes; writes docs/results/distributed.md
+    python -m benchmarks.distributed --only weights     # one part of the page: replaces it
     python -m benchmarks.distributed --short            # a few steps of each part; writes nothing
 
 Needs the extras `train` and `ray`, and an idle machine. Each part runs in a process of its own. Exits with 1 if a token
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -39,6 +40,12 @@ def training(short: bool) -> list[Any]:
     return measure(ARMS, 6, 0.85 * PART_S, imitate=True)
 
 
+def learning(short: bool) -> list[Any]:
+    from benchmarks.distributed.learning import measure
+
+    return measure(range(1), steps=1) if short else measure(range(3))
+
+
 def weights(short: bool) -> list[Any]:
     from benchmarks.distributed.weights import ENGINES, SIZES, measure
 
@@ -59,6 +66,7 @@ def growth(short: bool) -> list[Any]:
 
 MEASURES: dict[str, Callable[[bool], list[Any]]] = {
     "training": training,
+    "learning": learning,
     "weights": weights,
     "throughput": throughput,
     "growth": growth,
@@ -70,7 +78,7 @@ def run(part: str, short: bool) -> dict[str, Any]:
     from agentkit.trainers.cluster.ray_cluster import local_cluster
 
     began, load = time.monotonic(), os.getloadavg()[0]
-    with local_cluster(5):
+    with contextlib.nullcontext() if part == "learning" else local_cluster(5):  # learning starts its own
         rows = [asdict(row) for row in MEASURES[part](short)]
     minutes = (time.monotonic() - began) / 60
     machine = (

@@ -1,14 +1,13 @@
 """Whether a cluster learns as one process does: ``examples/cluster.yaml`` on two simulated nodes, and inline.
 
 Both arms of a seed train from the same imitated model, on the same tasks, with the same settings. On the cluster, each
-node has one engine and one learner rank. Finished runs are not repeated.
+node has one engine and one learner rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -16,6 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from agentkit.trainers.cluster import ray_cluster  # noqa: F401 (sets the variables that Ray reads)
 
 EXAMPLE = Path("examples/cluster.yaml")
 RUNS = Path("benchmarks/results/distributed-learning")
@@ -37,33 +38,20 @@ class Learned:
     """Median duration of a step."""
 
 
-def measure(seeds: Sequence[int]) -> list[Learned]:
+def measure(seeds: Sequence[int], *, steps: int = 32) -> list[Learned]:
     """Train both arms with each seed, in turn."""
     found = []
     for seed in seeds:
         imitated = RUNS / f"imitation-{seed}"
         _run(imitated, seed, [*INLINE, "steps=0"])
         # Tasks of reinforcement learning are not those that were imitated.
-        trained = ["imitation=null", f"model.path={imitated / 'model'}", "env.first_seed=500000"]
+        trained = ["imitation=null", f"model.path={imitated / 'model'}", "env.first_seed=500000", f"steps={steps}"]
         _run(RUNS / f"inline-{seed}", seed, [*trained, *INLINE])
         with _two_nodes() as address:
             placed = [f"cluster.address={address}", "engine.resources={engine: 1}", "learner.resources={rank: 1}"]
             _run(RUNS / f"cluster-{seed}", seed, [*trained, *placed])
         found += [_learned(arm, seed) for arm in ("inline", "cluster")]
     return found
-
-
-def table(rows: Sequence[Learned]) -> str:
-    """Return success before and after training for each seed, as Markdown."""
-    lines = ["| seed | placement | before | after | gain | median step s |", "|---|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: (row.seed, row.arm)):
-        gain = 100 * (row.after - row.before)
-        success = f"{row.before:.1%} | {row.after:.1%} | {gain:+.1f}"
-        lines.append(f"| {row.seed} | {row.arm} | {success} | {row.step_s:.2f} |")
-    for arm in ("inline", "cluster"):
-        after = [row.after for row in rows if row.arm == arm]
-        lines.append(f"| all | {arm} | | {statistics.mean(after):.1%} ({min(after):.1%} to {max(after):.1%}) | | |")
-    return "\n".join(lines)
 
 
 def _learned(arm: str, seed: int) -> Learned:
@@ -74,19 +62,14 @@ def _learned(arm: str, seed: int) -> Learned:
 
 
 def _run(directory: Path, seed: int, overrides: Sequence[str]) -> None:
-    finished = directory / "finished"
-    if finished.exists():
-        return
     shutil.rmtree(directory, ignore_errors=True)
     command = [sys.executable, "-m", "agentkit", "run", str(EXAMPLE), f"dir={directory}", f"seed={seed}", *overrides]
     subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=subprocess.DEVNULL)
-    finished.touch()
 
 
 @contextlib.contextmanager
 def _two_nodes() -> Iterator[str]:
     """Start a cluster of two nodes on this machine, each with room for one engine and one rank; yield its address."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.distributed.goals import LARGEST_GROWTH, TOLERANCE, TURNS_PER_S
@@ -111,7 +111,25 @@ def growth(rows: Sequence[Row]) -> str:
     )
 
 
-PARTS = {"training": training, "weights": weights, "throughput": throughput, "growth": growth}
+def learning(rows: Sequence[Row]) -> str:
+    """Return success before and after training for each seed and placement (``learning.Learned``), and their means."""
+    cells = [
+        [row["seed"], row["arm"], f"{row['before']:.1%}", f"{row['after']:.1%}", f"{row['step_s']:.2f}"]
+        for row in sorted(rows, key=lambda row: (row["seed"], row["arm"]))
+    ]
+    for arm in ("cluster", "inline"):
+        before, after = ([row[when] for row in rows if row["arm"] == arm] for when in ("before", "after"))
+        cells.append(["mean", arm, f"{mean(before):.1%}", f"{mean(after):.1%}", ""])
+    return table(["seed", "placement", "success before", "success after", "median step s"], cells)
+
+
+PARTS = {
+    "training": training,
+    "learning": learning,
+    "weights": weights,
+    "throughput": throughput,
+    "growth": growth,
+}
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -150,6 +168,13 @@ all kinds take turns; a ratio compares the medians of two runs of one turn, and 
 range. Equal tokens per episode mean equal work.
 
 {training}
+## Learning
+
+`examples/cluster.yaml` on a cluster of two simulated nodes, each with one engine and one learner rank, and the same
+configuration in one process (inline). Both placements of a seed start from the same imitated model and train for 32
+steps on the same tasks. Success is the share of solved evaluation tasks, which are not trained on.
+
+{learning}
 ## Weight updates
 
 Engines as actors behind the router, each with four requests in flight. *Stage* is the time in which the learner's

@@ -43,6 +43,14 @@ RESULTS: dict[str, Any] = {
             {"arm": "two", "ray": True, "async_ratio": 0, "runs": [steps(3, 3, 3), steps(5, 5)], "tokens": [50, 52]},
         ],
     },
+    "learning": {
+        "machine": "Two CPUs.",
+        "rows": [
+            {"arm": arm, "seed": seed, "before": 0.5, "after": after, "step_s": 2.0}
+            for seed, inline, cluster in ((0, 0.8, 0.9), (1, 0.6, 0.7))
+            for arm, after in (("inline", inline), ("cluster", cluster))
+        ],
+    },
     "weights": {"machine": "Two CPUs.", "rows": [update()]},
     "throughput": {
         "machine": "Two CPUs.",
@@ -59,6 +67,8 @@ def test_the_page_shows_medians_ratios_and_missed_goals() -> None:
     text = page(RESULTS)
     assert "| one | 2, 5 | 2.00 | 1.00 | 1.00 | 0.004 | 1 |  | 50.0 |" in text
     assert "| two | 2, 5 | 3.00 | 1.50 | 1.50 | 0.004 | 2.00 | 1.50 to 2.50 | 51.0 |" in text
+    assert "| 1 | cluster | 50.0% | 70.0% | 2.00 |" in text
+    assert "| mean | inline | 50.0% | 70.0% |  |" in text
     assert "| 50 | 2 | object store | 3 | 200.0 | 40.0 | 20.0 | 2.0 | 4 to 8 |" in text
     assert "every token has the right version" in text
     assert "| all | 3 | 160 | 150 to 180 | +50 | 6,250 | 60 |" in text
@@ -67,7 +77,7 @@ def test_the_page_shows_medians_ratios_and_missed_goals() -> None:
     assert "at most 1.25 times is **missed**" in text
     slow = [{**RESULTS["throughput"]["rows"][0], "controller_us": [400.0]}]
     assert "**missed**: 50% of it" in page({"throughput": {"machine": "", "rows": slow}})
-    assert page({}).count("Not measured yet.") == 4
+    assert page({}).count("Not measured yet.") == 5
 
 
 def test_tokens_of_a_wrong_version_fail_the_benchmark() -> None:
