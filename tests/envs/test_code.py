@@ -413,9 +413,9 @@ BUSY = "import os, signal, time\ndef busy(t):\n    while time.process_time() < t
 @pytest.mark.parametrize(
     ("program", "failure"),
     [
-        ("busy(0.9)", ""),
+        ("busy(0.6)", ""),
         ("time.sleep(3)", ""),
-        ("if os.fork() == 0:\n    busy(0.4)\n    os._exit(0)\nos.wait()\nbusy(0.4)", ""),
+        ("if os.fork() == 0:\n    busy(0.3)\n    os._exit(0)\nos.wait()\nbusy(0.3)", ""),
         ("signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nbusy(1.6)", "time limit"),
         (
             "for _ in range(3):\n    if os.fork() == 0:\n        busy(0.7)\n        os._exit(0)\n    os.wait()",
