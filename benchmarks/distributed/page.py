@@ -43,7 +43,18 @@ def _step(row: Row, rows: Sequence[Row]) -> list[str]:
 
 def weights(rows: Sequence[Row]) -> str:
     """Return the pauses of all updates (``weights.Updates``), and what the check of the tokens found."""
-    columns = ["MB", "engines", "transport", "updates", "stage ms", "pause ms", "copy ms", "pause ÷ copy", "in flight"]
+    columns = [
+        "MB",
+        "engines",
+        "transport",
+        "updates",
+        "stage ms",
+        "pause ms",
+        "copy ms",
+        "pause ÷ copy",
+        "again ms",
+        "in flight",
+    ]
     cells = [
         [
             f"{row['megabytes']:.0f}",
@@ -52,6 +63,7 @@ def weights(rows: Sequence[Row]) -> str:
             len(row["pause_s"]),
             *(f"{1e3 * median(row[name]):,.1f}" for name in ("stage_s", "pause_s", "copy_s")),
             f"{median(p / c for p, c in zip(row['pause_s'], row['copy_s'], strict=True)):,.1f}",
+            f"{1e3 * median(row['again_s']):,.1f}",
             f"{min(row['in_flight'])} to {max(row['in_flight'])}",
         ]
         for row in rows
@@ -180,7 +192,8 @@ steps on the same tasks. Success is the share of solved evaluation tasks, which 
 Engines as actors behind the router, each with four requests in flight. *Stage* is the time in which the learner's
 process makes the weights available while the engines go on. *Pause* is the time from the call of the router's `pause`
 to the end of its `resume`, without the time of *copy*: copying the same bytes once, on one thread, while the engines
-are paused. The medians of pause and ratio are over all updates of a row.
+are paused. *Again* is the time from the end of the pause until all engines have sampled a token: before, they compute
+the keys and values of unfinished answers under the new weights. Medians are over all updates of a row.
 
 {weights}
 ## Throughput of the controller

@@ -1,7 +1,7 @@
 """How long an update of weights stops generation.
 
 Engines are Ray actors behind the router, which pauses, updates and resumes them as in a run. The pause is compared with
-copying the same bytes once in this process, on one thread, while the engines are paused. Requests stay in flight during
+copying the same bytes once in this process, on one thread, while the engines are paused. Requests are in flight during
 all updates; each token's log-probability is compared with a forward pass under the weights of its recorded version.
 """
 
@@ -24,7 +24,7 @@ from transformers import Qwen3ForCausalLM
 
 from agentkit.config import EngineConfig, ModelConfig
 from agentkit.trainers.cluster import place
-from agentkit.trainers.inference.base import Generation, Sampling
+from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
 from agentkit.trainers.inference.router import Replica, Router
 from agentkit.trainers.models.quickstart import quickstart_config, quickstart_tokenizer
 from agentkit.trainers.weights.base import Staging
@@ -34,7 +34,7 @@ from agentkit.trainers.weights.shared_memory import SharedStaging
 
 @dataclass(frozen=True)
 class Size:
-    """A model of about ``megabytes``, and the tokens of an answer: enough for several updates."""
+    """A model of about ``megabytes``, and the tokens of an answer."""
 
     megabytes: int
     width: int
@@ -42,7 +42,7 @@ class Size:
     tokens: int
 
 
-SIZES = (Size(2, 96, 3, 220), Size(50, 544, 4, 120), Size(500, 1344, 6, 48))
+SIZES = (Size(2, 96, 3, 200), Size(50, 544, 4, 100), Size(500, 1344, 6, 40))
 ENGINES = (1, 2, 4)
 TRANSPORTS: dict[str, type[Staging]] = {"object store": StoredStaging, "shared memory": SharedStaging}
 ENGINE = EngineConfig(max_batch=8, max_context=256, threads=1)
@@ -50,6 +50,8 @@ REQUESTS = 4
 """In flight at each engine."""
 BETWEEN = 3
 """Tokens of each request between two updates, at least."""
+LOGIT_STD = 0.5
+"""Of most logits: neither uniform nor almost certain, so that the log-probabilities of two versions differ."""
 VERSIONS = 7
 """Different weights; further versions repeat them."""
 State = dict[str, torch.Tensor]
@@ -65,6 +67,9 @@ class Updates:
     stage_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
     copy_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
+    """From the end of the pause until all engines have sampled again. First they compute the keys and values of
+    unfinished answers under the new weights."""
     in_flight: list[int] = field(default_factory=list)
     """Requests in flight at each update."""
     tokens: int = 0
@@ -107,7 +112,7 @@ async def measure(sizes: Sequence[Size], counts: Sequence[int], updates: int) ->
 
 
 def build(directory: Path, size: Size) -> Qwen3ForCausalLM:
-    """Write a model with distributions that are far from uniform; return it."""
+    """Write a model with random weights; return it."""
     config = quickstart_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = size.width, 3 * size.width, size.layers
     config.num_attention_heads = config.num_key_value_heads = size.width // 32
@@ -115,10 +120,16 @@ def build(directory: Path, size: Size) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
-        model.lm_head.weight.mul_(6)
+        head = model.lm_head.weight
+        head.mul_(LOGIT_STD / (head.std() * size.width**0.5))
     model.save_pretrained(directory)
     quickstart_tokenizer().save_pretrained(directory)
     return model
+
+
+async def _sampled(engine: InferenceEngine, tokens: int) -> None:
+    while (await engine.stats()).generated_tokens < tokens:  # noqa: ASYNC110 (engines report no events)
+        await asyncio.sleep(0.001)
 
 
 class _Case:
@@ -146,30 +157,33 @@ class _Case:
         router, staging = Router(len(engines), slack=0), TRANSPORTS[transport]()
         for index, engine in enumerate(engines):
             await router.join(Replica(index, engine))
+        draw = np.random.default_rng(self._version)
+        asked: dict[str, list[int]] = {}
+        answers: dict[str, Generation] = {}
+        ending = False
+
+        async def ask() -> None:
+            while not ending:
+                session = f"{len(asked)}"
+                asked[session] = draw.integers(3, 800, 20).tolist()
+                answers[session] = await router.generate(asked[session], Sampling(self._tokens), session=session)
+
         try:
-            await self._update(router, staging, Updates(transport, 0, 0.0))  # the first version, not counted
-            prompts = np.random.default_rng(self._version).integers(3, 800, (REQUESTS * len(engines), 20)).tolist()
-            asked = [
-                asyncio.ensure_future(router.generate(prompt, Sampling(self._tokens), session=f"{number}"))
-                for number, prompt in enumerate(prompts)
-            ]
+            await self._update(engines, router, staging, Updates(transport, 0, 0.0))  # the first version, not counted
+            asking = [asyncio.ensure_future(ask()) for _ in range(REQUESTS * len(engines))]
             for _ in range(self._updates):
-                before = (await router.stats()).generated_tokens
-                while (await router.stats()).generated_tokens < before + BETWEEN * len(asked):
-                    if all(call.done() for call in asked):
-                        break
-                    await asyncio.sleep(0.01)
-                found.in_flight.append(sum(not call.done() for call in asked))
-                await self._update(router, staging, found)
-            answers = await asyncio.gather(*asked)
-            self._check(prompts, answers, found)
+                await _sampled(router, (await router.stats()).generated_tokens + BETWEEN * len(asking))
+                await self._update(engines, router, staging, found)
+            ending = True
+            await asyncio.gather(*asking)
+            self._check([asked[session] for session in answers], list(answers.values()), found)
             return found
         finally:
-            for number in range(REQUESTS * len(engines)):
-                await router.abort(f"{number}")
+            for session in asked.keys() - answers.keys():
+                await router.abort(session)
             staging.release()
 
-    async def _update(self, router: Router, staging: Staging, found: Updates) -> None:
+    async def _update(self, engines: Sequence[Any], router: Router, staging: Staging, found: Updates) -> None:
         version, state = self._next()
         began = time.perf_counter()
         weights = staging.stage(version, [list(state.items())])
@@ -177,10 +191,17 @@ class _Case:
         await router.pause("keep")
         paused = time.perf_counter()
         copies = [self._copy_s(state) for _ in range(3)]
+        stats = [await engine.stats() for engine in engines]
         copied = time.perf_counter()
         await router.update_weights(weights)
         await router.resume()
-        found.pause_s.append(paused - staged + time.perf_counter() - copied)
+        resumed = time.perf_counter()
+        for engine, before in zip(engines, stats, strict=True):
+            if before.running:
+                await _sampled(engine, before.generated_tokens + 1)
+        found.in_flight.append(sum(each.running + each.waiting for each in stats))
+        found.again_s.append(time.perf_counter() - resumed)
+        found.pause_s.append(paused - staged + resumed - copied)
         found.stage_s.append(staged - began)
         found.copy_s.append(statistics.median(copies))
 

@@ -21,10 +21,10 @@ def test_everything_together_trains(tmp_path: Path) -> None:
     require("ray", "pip install 'agentkit-rl[ray]'")
     require("deepspeed", "pip install 'agentkit-rl[deepspeed]'")
     subprocess.run([sys.executable, "-m", "agentkit", "sandbox", "build"], check=True, timeout=900)
-    overrides = ["steps=3", "critic.warmup_steps=1", "rollout.groups=4", "imitation.episodes=64"]
+    overrides = [f"dir={tmp_path / 'run'}", "steps=3", "critic.warmup_steps=1", "rollout.groups=4"]
+    overrides += ["imitation.episodes=64", "evaluation.episodes=4"]
     result = subprocess.run(
-        [sys.executable, "-m", "agentkit", "run", "examples/asyppo_cluster.yaml", f"dir={tmp_path / 'run'}"]
-        + [*overrides, "evaluation.episodes=4"],
+        [sys.executable, "-m", "agentkit", "run", "examples/asyppo_cluster.yaml", *overrides],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -24,7 +24,12 @@ def steps(*seconds: float) -> dict[str, list[float]]:
 
 def update(**changes: Any) -> dict[str, Any]:
     row = {"transport": "object store", "engines": 2, "megabytes": 50.4, "tokens": 800, "versions": 3}
-    times = {"stage_s": [0.1, 0.2, 0.3], "pause_s": [0.02, 0.06, 0.04], "copy_s": [0.02, 0.02, 0.02]}
+    times = {
+        "stage_s": [0.1, 0.2, 0.3],
+        "pause_s": [0.02, 0.06, 0.04],
+        "copy_s": [0.02, 0.02, 0.02],
+        "again_s": [0.2, 0.1, 0.3],
+    }
     return {**row, **times, "in_flight": [8, 7, 4], "worst": 2e-5, "other": 0.1, **changes}
 
 
@@ -69,7 +74,7 @@ def test_the_page_shows_medians_ratios_and_missed_goals() -> None:
     assert "| two | 2, 5 | 3.00 | 1.50 | 1.50 | 0.004 | 2.00 | 1.50 to 2.50 | 51.0 |" in text
     assert "| 1 | cluster | 50.0% | 70.0% | 2.00 |" in text
     assert "| mean | inline | 50.0% | 70.0% |  |" in text
-    assert "| 50 | 2 | object store | 3 | 200.0 | 40.0 | 20.0 | 2.0 | 4 to 8 |" in text
+    assert "| 50 | 2 | object store | 3 | 200.0 | 40.0 | 20.0 | 2.0 | 200.0 | 4 to 8 |" in text
     assert "every token has the right version" in text
     assert "| all | 3 | 160 | 150 to 180 | +50 | 6,250 | 60 |" in text
     assert "5,000 turns/s per core with all parts is met" in text

@@ -186,9 +186,9 @@ class HFEngine:
         self._settle([(self._ready, None)])
         try:
             while self._obey(core, answers):
+                self._hand_out(core, answers)
                 if core.has_work():
                     core.step()
-                self._hand_out(core, answers)
         except BaseException as error:
             core.fail(_as_engine_error(error))
         finally:
