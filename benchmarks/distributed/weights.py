@@ -45,9 +45,9 @@ class Size:
 SIZES = (Size(2, 96, 3, 200), Size(50, 544, 4, 100), Size(500, 1344, 6, 40))
 ENGINES = (1, 2, 4)
 TRANSPORTS: dict[str, type[Staging]] = {"object store": StoredStaging, "shared memory": SharedStaging}
-ENGINE = EngineConfig(max_batch=8, max_context=256, threads=1)
-REQUESTS = 4
-"""In flight at each engine."""
+ENGINE = EngineConfig(max_batch=4, max_context=256, threads=1)
+REQUESTS = 6
+"""At each engine: as many as it computes, and two that wait."""
 BETWEEN = 3
 """Tokens of each request between two updates, at least."""
 LOGIT_STD = 0.5
