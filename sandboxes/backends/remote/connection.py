@@ -262,6 +262,7 @@ class ServerConnection:
         try:
             await self.call("DELETE", f"/v1/sandboxes/{id}", timeout=_REMOVE)
         except EngineUnavailable:
+            await self.verdict()
             if self.up:
                 raise
             self.remove_later(id)

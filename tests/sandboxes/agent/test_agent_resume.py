@@ -81,7 +81,7 @@ async def test_an_end_without_a_connection_is_reported(agent: LocalAgent, tmp_pa
 async def test_what_nobody_resumes_is_killed(agent: LocalAgent) -> None:
     await agent.channel.spawn(sh("sleep 1000 & sleep 1000", key="k"), linger=1)
     await agent.channel.spawn(sh("sleep 1000"))
-    assert len(agent.descendants()) >= 3
+    await eventually(lambda: len(agent.descendants()) >= 3)
     await agent.channel.close()
     await eventually(lambda: not agent.descendants())
 
