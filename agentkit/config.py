@@ -139,12 +139,17 @@ class ModelConfig(Strict):
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `{enable_thinking: false}`."""
     history: Literal["auto", "append", "rerender", "window"] = "auto"
-    """How earlier turns are shown to the model (see Inference engines). `append`: new messages are added to the tokens
+    """How earlier turns are shown to the model (see Models and history). `append`: new messages are added to the tokens
     so far, and an episode is one training sequence. `rerender`: the chat template renders the whole conversation for
     each turn, and each turn is a training sequence. `window`: the same with the latest turns only. `auto`: `append` if
     the chat template leaves earlier turns alone, otherwise `rerender`."""
     window: int = Field(default=4, ge=0)
     """With `history: window`: number of earlier turns that the model sees, besides the first observation."""
+
+    @property
+    def shown_turns(self) -> int | None:
+        """Maximum number of earlier turns that the model sees; None: all."""
+        return self.window if self.history == "window" else None
 
 
 class EngineConfig(Strict):

@@ -42,6 +42,8 @@ class EpisodeRules:
     format_penalty: float
     seed: int
     """The run's seed; the sampling seeds of all requests follow from it."""
+    shown_turns: int | None = None
+    """Earlier turns that a chat endpoint is shown; None: all. (A renderer has its own.)"""
     stream: int = 0
     """Use of the episodes (training 0, evaluation 1); uses share neither sessions nor random numbers."""
 
@@ -55,6 +57,7 @@ class EpisodeRules:
             temperature=config.rollout.temperature,
             format_penalty=config.env.format_penalty,
             seed=config.seed,
+            shown_turns=config.model.shown_turns,
         )
 
 

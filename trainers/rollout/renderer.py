@@ -134,8 +134,7 @@ def make_renderer(model: ModelConfig, tokenizer: Any, max_turns: int) -> ChatRen
         except RendererError:
             if model.history == "append" and max_turns > 1:
                 raise
-    window = model.window if model.history == "window" else None
-    return ChatRenderer(tokenizer, rerenders=True, window=window, arguments=arguments)
+    return ChatRenderer(tokenizer, rerenders=True, window=model.shown_turns, arguments=arguments)
 
 
 def _end_of_turn(template: ChatTemplate) -> str:

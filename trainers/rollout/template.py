@@ -131,10 +131,10 @@ class ChatTemplate:
         If the template has a token that begins the content of a message (GPT-OSS, after the name of the channel), this
         is the text after the last one.
         """
-        ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        if self._content_id is not None and self._content_id in ids:
-            ids = ids[len(ids) - ids[::-1].index(self._content_id) :]
-        return self._encoder.decode(ids, skip_special_tokens=True)
+        answer = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if self._content_id is not None and self._content_id in answer:
+            answer = answer[len(answer) - answer[::-1].index(self._content_id) :]
+        return self._encoder.decode(answer, skip_special_tokens=True)
 
     def first_special(self, text: str) -> str | None:
         """Return the first special token in ``text``; the longest one of several there."""

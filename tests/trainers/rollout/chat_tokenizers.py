@@ -44,7 +44,8 @@ def tokenizer(template: str | None, special: Sequence[str] = SPECIAL, plain: Seq
         plain: tokens that are not.
         tokens: such as ``eos_token``.
     """
-    backend = Tokenizer.from_str(load_tokenizer("quickstart").backend_tokenizer.to_str())
+    quickstart: Any = load_tokenizer("quickstart")
+    backend = Tokenizer.from_str(quickstart.backend_tokenizer.to_str())
     tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"} | tokens
     new = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
     new.add_special_tokens({"additional_special_tokens": list(special)})

@@ -1,6 +1,6 @@
 """The chat templates that TRL collects work with at least one kind of history.
 
-They are read from the package, which is not imported: ``pip install --no-deps trl==1.16.0``.
+They are read from the package, which is not imported and needs none of its dependencies for that.
 """
 
 from __future__ import annotations
@@ -52,6 +52,30 @@ def answered(renderer: ChatRenderer, observation: str, text: str, *, cut: bool =
     return Turn(nothing, ids, np.zeros(len(ids), np.float32), ((0, len(ids)),), observation=observation, response=text)
 
 
+def reference(tok: Any, turns: list[Turn], observation: str) -> list[int]:
+    """Ids of the conversation as transformers renders it, in the first form in which all texts are there."""
+    opened = "<think>\n" if render(tok, [("user", observation)], in_parts=False).endswith("<think>\n") else ""
+    shown = [("system", "Rules 7.")]
+    for turn in turns:
+        shown += [("user", turn.observation), ("assistant", opened + turn.response)]
+    shown.append(("user", observation))
+    merged = [("user", f"{shown[0][1]}\n\n{shown[1][1]}"), *shown[2:]]
+    for messages, in_parts in ((shown, False), (shown, True), (merged, False)):
+        text = render(tok, messages, in_parts=in_parts)
+        if all(part in text for part in ("Rules 7.", observation)):
+            return tok(text, add_special_tokens=False)["input_ids"]
+    raise AssertionError("no form shows the conversation")
+
+
+def render(tok: Any, messages: list[tuple[str, str]], *, in_parts: bool) -> str:
+    contents = [[{"type": "text", "text": text}] if in_parts else text for _, text in messages]
+    given = [{"role": role, "content": content} for (role, _), content in zip(messages, contents, strict=True)]
+    try:
+        return tok.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    except Exception:  # no system role
+        return ""
+
+
 def test_the_templates_are_there() -> None:
     require(bool(FILES), f"pip install --no-deps trl==1.16.0, or name a folder of templates with {FOLDER}")
     assert {file.stem for file in FILES} >= APPENDABLE | REWRITING or os.environ.get(FOLDER)
@@ -92,6 +116,15 @@ def test_a_collected_template_works(file: Path) -> None:
         assert [tok.decode(ids) for ids in prompts(renderer, "a", "b", "c")] == [
             tok.decode(ids) for ids in prompts(whole, "a", "b", "c")
         ]
+
+    # The ids are those of transformers, also with reasoning in the answers.
+    for responses in (
+        ("go.", "stay."),
+        ("<think>\nreason 8\n</think>\n\ngo.", "<think>\nreason 9"),
+        ("r</think>go.", ""),
+    ):
+        turns = [answered(whole, f"seen {number}", response) for number, response in enumerate(responses)]
+        assert whole.prompt("Rules 7.", turns, "last 5").tolist() == reference(tok, turns, "last 5")
 
     # Hostile observations and answers that were cut off leave the structure as it is.
     tokens = "".join(token for token in tok.all_special_tokens)
