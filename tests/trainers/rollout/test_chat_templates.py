@@ -154,3 +154,14 @@ def test_a_template_that_rewrites_history_is_refused_for_appending(file: Path) -
     tok = model_tokenizer(file.read_text(encoding="utf-8"))
     with pytest.raises(RendererError, match=r"model\.history=rerender"):
         make_renderer(ModelConfig(history="append"), tok, 10)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.stem in ("qwen3", "qwen3_6")], ids=lambda file: file.stem
+)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_argument_of_the_template_turns_reasoning_off(file: Path, thinking: bool) -> None:
+    tok = model_tokenizer(file.read_text(encoding="utf-8"))
+    renderer = make_renderer(ModelConfig(template_arguments={"enable_thinking": thinking}), tok, 1)
+    text = tok.decode(renderer.prompt("Rules 7.", (), "first 1"))
+    assert text.endswith("<think>\n\n</think>\n\n") != thinking
