@@ -134,6 +134,22 @@ class ModelConfig(Strict):
     """`cpu`, `cuda`, `cuda:1`, …; `auto` uses a GPU if there is one."""
     lora: LoraConfig | None = None
     """Low-rank adapters; null trains all weights."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """The chat template, instead of the one of `path`: a file, or the text of the template."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `{enable_thinking: false}`."""
+    history: Literal["auto", "append", "rerender", "window"] = "auto"
+    """How earlier turns are shown to the model (see Models and history). `append`: new messages are added to the tokens
+    so far, and an episode is one training sequence. `rerender`: the chat template renders the whole conversation for
+    each turn, and each turn is a training sequence. `window`: the same with the latest turns only. `auto`: `append` if
+    the chat template leaves earlier turns alone, otherwise `rerender`."""
+    window: int = Field(default=4, ge=0)
+    """With `history: window`: number of earlier turns that the model sees, besides the first observation."""
+
+    @property
+    def shown_turns(self) -> int | None:
+        """Maximum number of earlier turns that the model sees; None: all."""
+        return self.window if self.history == "window" else None
 
 
 class EngineConfig(Strict):
@@ -504,6 +520,7 @@ def attempts(config: RunConfig) -> int:
 
 def contradictions(config: RunConfig) -> Iterator[str]:
     """Yield contradictions between settings, each as a sentence with both keys and the remedy."""
+    yield from _model_contradictions(config.model)
     yield from _engine_contradictions(config)
     yield from _algorithm_contradictions(config)
     rollout, env = config.rollout, config.env
@@ -518,6 +535,15 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.imitation is None and config.steps == 0:
         yield "steps=0 without an imitation section does nothing: set steps or add `imitation: {}`"
+
+
+def _model_contradictions(model: ModelConfig) -> Iterator[str]:
+    if model.history != "window" and model.window != ModelConfig.model_fields["window"].default:
+        yield f"model.window={model.window} has no effect with model.history={model.history}: set history to window"
+    own = ("add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict", "tokenize")
+    for name in own:
+        if name in model.template_arguments:
+            yield f"model.template_arguments.{name} is set by agentkit: remove it"
 
 
 def _backend_contradictions(config: RunConfig) -> Iterator[str]:

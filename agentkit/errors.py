@@ -96,7 +96,7 @@ class WeightsUnavailable(EngineError):
 
 
 class RendererError(AgentkitError):
-    """A chat template cannot be rendered turn by turn with exact tokens."""
+    """A chat template cannot be used, or not in the way that ``model.history`` asks for."""
 
 
 class RoleError(AgentkitError):

@@ -164,12 +164,13 @@ async def _generate(
     from agentkit.trainers.models.load import load_tokenizer
     from agentkit.trainers.roles import start_engine
     from agentkit.trainers.rollout.evaluation import evaluate
-    from agentkit.trainers.rollout.renderer import ChatRenderer
+    from agentkit.trainers.rollout.renderer import make_renderer
+    from agentkit.trainers.rollout.source import EnvSource
 
     disable_progress_bar()
     with progress.work("loading the tokenizer"):
-        tokenizer = load_tokenizer(config.model.path)
-        renderer = ChatRenderer(tokenizer)
+        tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
+        renderer = make_renderer(config.model, tokenizer, EnvSource.of(config.env).max_turns)
     if out is not None:
         tokenizer.save_pretrained(str(Path(out) / "tokenizer"))  # `agentkit show` decodes ids with it
     temperature = config.evaluation.temperature

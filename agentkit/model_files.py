@@ -49,14 +49,34 @@ def locate(path: str, key: str = "model.path") -> str:
     return path
 
 
-def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
+def template_text(chat_template: str) -> str:
+    """Return the text of ``model.chat_template``, which may name a file. Raises ``ConfigError``."""
+    if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
+        return chat_template
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"model.chat_template={chat_template!r} cannot be read ({reason}): name a file, or give the text of a "
+            "Jinja template"
+        ) from error
+
+
+def problems(path: str, key: str, *, chat: bool, chat_template: str | None = None) -> Iterator[str]:
     """Yield reasons why the model at ``path`` cannot be used, one sentence each, according to its files.
 
     Args:
         path: as in ``locate``; a hub name is not checked.
         key: setting that the sentences name.
         chat: whether it is the policy, which needs a tokenizer and a chat template.
+        chat_template: ``model.chat_template``, which replaces the model's own.
     """
+    if chat_template is not None:
+        try:
+            template_text(chat_template)
+        except ConfigError as error:
+            yield str(error)
     if path == QUICKSTART:
         return
     try:
@@ -75,10 +95,10 @@ def problems(path: str, key: str, *, chat: bool) -> Iterator[str]:
         return
     if not any((directory / name).is_file() for name in _TOKENIZERS):
         yield f"{key}={path!r}: {directory} holds no tokenizer; save it there with `tokenizer.save_pretrained`"
-    elif not _has_chat_template(directory):
+    elif chat_template is None and not _has_chat_template(directory):
         yield (
-            f"{key}={path!r}: {directory} holds no chat template, which turns observations into prompts; add "
-            "chat_template.jinja, or use an instruction-tuned model"
+            f"{key}={path!r}: {directory} holds no chat template, which turns observations into prompts; set "
+            "model.chat_template, or use an instruction-tuned model"
         )
 
 

@@ -59,6 +59,8 @@ class LossTraits:
     """Settings of ``algorithm`` that it uses, of those that not every loss uses; None: it may use any."""
     advantage: str | None = None
     """Built-in advantage that it is defined with, and brings unless one is set."""
+    whole: bool = True
+    """Whether the loss of a token depends on other turns of its episode, which must then be in one forward pass."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -339,25 +341,25 @@ LOSS = Kind(
     "algorithm.options",
     ("inputs", "config"),
     {
-        "pg": LossTraits(_ON_POLICY, options=_NONE),
-        "ppo": LossTraits(_BEHAVIOUR, options=_SURROGATE),
-        "cispo": LossTraits(_BEHAVIOUR, options=_CLIPS),
+        "pg": LossTraits(_ON_POLICY, options=_NONE, whole=False),
+        "ppo": LossTraits(_BEHAVIOUR, options=_SURROGATE, whole=False),
+        "cispo": LossTraits(_BEHAVIOUR, options=_CLIPS, whole=False),
         "gspo": LossTraits(_PROXIMAL, "sequence_mean", _CLIPS),
-        "sapo": LossTraits(_BEHAVIOUR, "sequence_mean", _NONE),
-        "decoupled_ppo": LossTraits(_ALL, options=_CAPPED),
-        "tis": LossTraits(_ALL, options=_CAPPED),
-        "mis": LossTraits(_ALL, options=_CAPPED | {"is_floor"}),
+        "sapo": LossTraits(_BEHAVIOUR, "sequence_mean", _NONE, whole=False),
+        "decoupled_ppo": LossTraits(_ALL, options=_CAPPED, whole=False),
+        "tis": LossTraits(_ALL, options=_CAPPED, whole=False),
+        "mis": LossTraits(_ALL, options=_CAPPED | {"is_floor"}, whole=False),
         "seq_tis": LossTraits(_ALL, options=_CAPPED),
         "seq_mis": LossTraits(_ALL, options=_CAPPED | {"is_floor"}),
-        "dis": LossTraits(_BEHAVIOUR, options=_CLIPS),
+        "dis": LossTraits(_BEHAVIOUR, options=_CLIPS, whole=False),
         "topr": LossTraits(_BEHAVIOUR, options=frozenset({"topr_ratio"})),
-        "chunk_topr": LossTraits(_ALL, options=frozenset({"is_cap"}), advantage="chunk_returns"),
-        "raft": LossTraits(_ON_POLICY, options=_NONE, advantage="raft"),
-        "raft_pp": LossTraits(_BEHAVIOUR, options=frozenset({"clip_high"}), advantage="raft"),
+        "chunk_topr": LossTraits(_ALL, options=frozenset({"is_cap"}), advantage="chunk_returns", whole=False),
+        "raft": LossTraits(_ON_POLICY, options=_NONE, advantage="raft", whole=False),
+        "raft_pp": LossTraits(_BEHAVIOUR, options=frozenset({"clip_high"}), advantage="raft", whole=False),
         "flash_reinforce": LossTraits(
             _BEHAVIOUR, "sequence_mean", options=frozenset({"kl_gate"}), advantage="batch_mean"
         ),
-        "kimi": LossTraits(_BEHAVIOUR, options=_NONE, advantage="dr_grpo"),
+        "kimi": LossTraits(_BEHAVIOUR, options=_NONE, advantage="dr_grpo", whole=False),
     },
     LossTraits(_BEHAVIOUR),
 )

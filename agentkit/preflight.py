@@ -43,7 +43,9 @@ def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> N
     """
     problems = [*_missing_extras(config), *plugin_problems(config), *_environment_problems(config, thorough)]
     if model:
-        problems += model_files.problems(config.model.path, "model.path", chat=True)
+        problems += model_files.problems(
+            config.model.path, "model.path", chat=True, chat_template=config.model.chat_template
+        )
         if config.critic is not None and config.critic.path is not None:
             problems += model_files.problems(config.critic.path, "critic.path", chat=False)
             if problem := model_files.tokenizer_problem(config.critic.path, config.model.path, "critic.path"):

@@ -1,7 +1,8 @@
 """Data shared by all components: messages, turns, trajectories and groups.
 
 Invariant: the concatenation of a trajectory's turns (``prompt_ids`` then ``action_ids``, turn after turn) is exactly
-the token sequence that the inference engine saw and produced. No text is tokenised twice, and there is no padding.
+the token sequence that the inference engine saw and produced; if the history was rendered again for each turn, this
+holds for each turn alone. There is no padding.
 
 This module imports only numpy: trajectories can be recorded and read without torch or an environment.
 """
@@ -40,7 +41,7 @@ class Turn:
     """One turn: an observation, the policy's answer, and the reward."""
 
     prompt_ids: IntArray
-    """Ids added since the last action, int32 ``[p]``."""
+    """Ids added since the last action, or all ids before the action if ``Trajectory.rerendered``; int32 ``[p]``."""
     action_ids: IntArray
     """Ids that the engine produced, including a sampled stop id, int32 ``[a]``."""
     action_logprobs: FloatArray
@@ -84,6 +85,9 @@ class Trajectory:
     duration_s: float = 0.0
     system: str = ""
     """System message, at the start of the first turn's ``prompt_ids``; empty in records of older versions."""
+    rerendered: bool = False
+    """Whether the ``prompt_ids`` of each turn, and ``final_ids``, are a whole conversation, rendered again. Each turn
+    is then a token sequence of its own."""
 
     @property
     def reward(self) -> float:
@@ -108,7 +112,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the sequence: prompts, actions and the final observation."""
+        """Number of tokens of all sequences: prompts, actions and the final observation."""
         return sum(len(turn.prompt_ids) + len(turn.action_ids) for turn in self.turns) + len(self.final_ids)
 
 

@@ -4,6 +4,9 @@ Invariant: ``tokens`` of a sequence is the concatenation of its turns' ``prompt_
 ``final_ids``), unpadded and in order, and ``mask`` is True for the action ids alone. Everything else per token is
 meaningful only where ``mask`` is True; values elsewhere must have no effect.
 
+A sequence is an episode, for advantages, losses and denominators. The model reads it in one or several contexts: one,
+or one for each turn if the history was rendered again. A context never depends on another one's tokens.
+
 This module imports only numpy, because a batch is sent to the learner's process or ranks unchanged.
 """
 
@@ -28,6 +31,9 @@ class Batch:
     """int32 ``[N]``."""
     cu_seqlens: NDArray[np.int64]
     """Cumulative lengths, int64 ``[S + 1]``, from 0 to ``N``."""
+    cu_contexts: NDArray[np.int64]
+    """Cumulative lengths of the contexts, int64 ``[C + 1]``, from 0 to ``N``. Each start of a sequence that has tokens
+    is a start of a context."""
     mask: NDArray[np.bool_]
     """bool ``[N]``: True where the policy chose the token."""
     logprobs: FloatArray
@@ -66,6 +72,30 @@ class Batch:
         """Sequence of each token, int64 ``[N]``."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
+    @property
+    def num_contexts(self) -> int:
+        return len(self.cu_contexts) - 1
+
+    @cached_property
+    def context_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each context, int64 ``[C]``; at least 1."""
+        return np.diff(self.cu_contexts)
+
+    @cached_property
+    def context_ids(self) -> NDArray[np.int64]:
+        """Context of each token, int64 ``[N]``."""
+        return np.repeat(np.arange(self.num_contexts), self.context_lengths)
+
+    @cached_property
+    def context_sequences(self) -> NDArray[np.int64]:
+        """Sequence of each context, int64 ``[C]``."""
+        return self.sequence_ids[self.cu_contexts[:-1]]
+
+    @cached_property
+    def context_action_counts(self) -> NDArray[np.int64]:
+        """Action tokens of each context, int64 ``[C]``."""
+        return np.bincount(self.context_ids, weights=self.mask, minlength=self.num_contexts).astype(np.int64)
+
     @cached_property
     def action_counts(self) -> NDArray[np.int64]:
         """Action tokens of each sequence, int64 ``[S]``."""
@@ -75,7 +105,7 @@ class Batch:
 def flatten(groups: Sequence[Group]) -> Batch:
     """Concatenate the members of the groups in the given order.
 
-    Raises ``LearnerError`` for input that cannot be trained on: no episodes, a voided episode, an episode that starts
+    Raises ``LearnerError`` for input that cannot be trained on: no episodes, a voided episode, a context that starts
     with an action token (it has no state), records of unequal lengths, a reward that is not finite, or a reward without
     an action token.
     """
@@ -85,12 +115,14 @@ def flatten(groups: Sequence[Group]) -> Batch:
     numbers: dict[str, int] = {}
     parts = [_columns(trajectory, numbers) for trajectory in episodes]
     lengths = [len(part[0]) for part in parts]
+    contexts = [length for trajectory in episodes for length in _context_lengths(trajectory)]
     tokens, mask, logprobs, rewards, turn_ids, versions, states = (
         np.concatenate(column) for column in zip(*parts, strict=True)
     )
     return Batch(
         tokens=tokens,
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        cu_contexts=np.concatenate([[0], np.cumsum(contexts)]).astype(np.int64),
         mask=mask,
         logprobs=logprobs,
         rewards=rewards,
@@ -107,6 +139,19 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
     return trajectory.outcome == "truncated" and len(trajectory.final_ids) > 0
 
 
+def _final_ids(trajectory: Trajectory) -> IntArray:
+    """Return the ids after the last turn that belong to the sequence."""
+    return trajectory.final_ids if trajectory.outcome == "truncated" else np.empty(0, np.int32)
+
+
+def _context_lengths(trajectory: Trajectory) -> list[int]:
+    lengths = [len(turn.prompt_ids) + len(turn.action_ids) for turn in trajectory.turns]
+    lengths.append(len(_final_ids(trajectory)))
+    if not trajectory.rerendered:
+        lengths = [sum(lengths)]
+    return [length for length in lengths if length]
+
+
 def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:
     """Return the per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions, states.
 
@@ -119,14 +164,14 @@ def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarra
     for index, turn in enumerate(trajectory.turns):
         _check_turn(turn.action_ids, turn.action_logprobs, turn.versions, f"{where}, turn {index}")
         pieces += [(turn.prompt_ids, False, index), (turn.action_ids, True, index)]
-    if trajectory.outcome == "truncated":
-        pieces.append((trajectory.final_ids, False, len(trajectory.turns)))
+    pieces.append((_final_ids(trajectory), False, len(trajectory.turns)))
 
     sizes = [len(ids) for ids, _, _ in pieces]
     tokens = np.concatenate([ids for ids, _, _ in pieces] or [np.empty(0, np.int32)]).astype(np.int32)
     mask = np.repeat(np.array([is_action for _, is_action, _ in pieces], np.bool_), sizes)
     turn_ids = np.repeat(np.array([index for _, _, index in pieces], np.int32), sizes)
-    if mask[:1].any():
+    starts = np.cumsum([0, *_context_lengths(trajectory)])[:-1]
+    if mask[starts].any():
         raise LearnerError(f"{where} begins with an action token: the first turn needs prompt_ids to act on")
 
     logprobs = np.zeros(len(tokens), np.float32)

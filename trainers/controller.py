@@ -191,6 +191,11 @@ class _Run:
         if resumed:
             await self._restore(resumed)
             self.view.message(f"resumed after step {resumed.step}")
+        if self.config.model.history == "auto" and self.roles.renderer.rerenders:
+            self.view.message(
+                "model.history: the chat template rewrites earlier turns, so it renders every prompt again, and each "
+                "turn is a training sequence"
+            )
         while True:
             try:
                 await self._continue()

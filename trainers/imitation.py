@@ -130,7 +130,8 @@ class _Demonstrator:
     def __call__(self, seed: int) -> Trajectory:
         observation, info = self.env.reset(seed=seed)
         trajectory = Trajectory(group_id=seed, member=0, env_id=self.source.id, seed=seed, version_started=0)
-        prompt_ids, tokens = self.renderer.first(self.system, observation), 0
+        trajectory.rerendered = self.renderer.rerenders
+        prompt_ids, tokens = self.renderer.prompt(self.system, (), observation), 0
         rng = np.random.default_rng(seed)
         plan = expert_actions(self.env)
         while (action := next(plan, None)) is not None:
@@ -139,7 +140,7 @@ class _Demonstrator:
                 plan = expert_actions(self.env)  # the plan assumed the action that was not taken
             answer = self.parser.format([action])
             action_ids = self.renderer.encode_answer(answer)
-            tokens += len(prompt_ids) + len(action_ids)
+            tokens = (0 if self.renderer.rerenders else tokens) + len(prompt_ids) + len(action_ids)
             if tokens > self.max_context or len(trajectory.turns) == self.source.max_turns:
                 break
             turn = Turn(
@@ -155,7 +156,7 @@ class _Demonstrator:
             trajectory.turns.append(turn)
             if terminated or truncated:
                 break
-            prompt_ids = self.renderer.next(observation, closed=True)
+            prompt_ids = self.renderer.prompt(self.system, trajectory.turns, observation)
         trajectory.success = bool(info["success"])
         return trajectory
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.errors import EngineError, RoleError, WeightsUnavailable
+from agentkit.model_files import template_text
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.cluster import have_places, place, reserve
 from agentkit.trainers.inference.base import ManagedEngine
@@ -25,7 +26,7 @@ from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.hosts import EnvSource
 from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.plugin import make_parser
-from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.renderer import ChatRenderer, make_renderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
 
 if TYPE_CHECKING:
@@ -140,13 +141,13 @@ class Roles:
 @contextlib.asynccontextmanager
 async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fields: None) -> AsyncIterator[Roles]:
     """Start learner and engine, here or in the cluster of ``config``; ``on_event`` gets the events of ``Replicas``."""
-    with progress.work("loading the tokenizer"):
-        renderer = ChatRenderer(load_tokenizer(config.model.path))
     with progress.work(f"looking at {config.env.id}"):
         source = EnvSource.of(config.env)
+    with progress.work("loading the tokenizer"):
+        tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
+        renderer = make_renderer(config.model, tokenizer, source.max_turns)
     parser = make_parser(config, source.actions_per_turn)
-    # One of the losses needs the environment's number of turns.
-    settled = config.model_copy(update={"env": config.env.model_copy(update={"max_turns": source.max_turns})})
+    settled = _settled(config, source.max_turns)
     async with contextlib.AsyncExitStack() as stack:
         with progress.work("reserving the cluster") if config.cluster else contextlib.nullcontext():
             slots = await stack.enter_async_context(reserve(config))
@@ -160,6 +161,14 @@ async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fiel
                 start_engine(config, on_event, slots.get("engine"), roles.send, **extra)
             )
         yield roles
+
+
+def _settled(config: RunConfig, max_turns: int) -> RunConfig:
+    """Fill in what the learner needs and may not be able to look up where it runs: the environment's number of turns,
+    for one of the losses, and the text of the chat template, which it saves with the model."""
+    template = config.model.chat_template
+    model = config.model.model_copy(update={"chat_template": None if template is None else template_text(template)})
+    return config.model_copy(update={"env": config.env.model_copy(update={"max_turns": max_turns}), "model": model})
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from agentkit.cli import algorithm, data, doctor, env, evaluate, plan, run, sandbox, show
+from agentkit.cli import algorithm, data, doctor, env, evaluate, model, plan, run, sandbox, show
 from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("show")(show.show)
 app.add_typer(env.app, name="env")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(algorithm.app, name="algorithm")
+app.add_typer(model.app, name="model")
 app.add_typer(data.app, name="data")
 app.command("doctor")(doctor.doctor)
 

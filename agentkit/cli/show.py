@@ -160,7 +160,8 @@ def episode_lines(row: EpisodeRow, trajectory: Trajectory, text_of: Callable[[li
         lines.append(printable("  ".join(f"{name}={value:g}" for name, value in trajectory.metrics.items())))
     lines += _system_lines(trajectory, text_of)
     for number, turn in enumerate(trajectory.turns, 1):
-        lines += _turn_lines(number, turn, text_of)
+        prompt = "whole prompt: " if trajectory.rerendered else ""
+        lines += _turn_lines(number, turn, prompt, text_of)
     if len(trajectory.final_ids):
         ids = trajectory.final_ids.tolist()
         lines += ["", f"last observation ({len(ids)} tokens):"]
@@ -182,13 +183,13 @@ def _system_lines(trajectory: Trajectory, text_of: Callable[[list[int]], str] | 
     return ["", "start of the prompt (the system message, rendered with the chat template):", *_quoted(before)]
 
 
-def _turn_lines(number: int, turn: Turn, text_of: Callable[[list[int]], str] | None) -> list[str]:
+def _turn_lines(number: int, turn: Turn, prompt: str, text_of: Callable[[list[int]], str] | None) -> list[str]:
     versions = ", ".join(f"{count} by version {version}" for version, count in turn.versions)
     lines = [
         "",
         f"── turn {number}: reward {turn.reward:g}, {'valid' if turn.valid else 'invalid'}, "
         f"actions {list(turn.actions)}, generated in {turn.generate_s:.3f} s, environment {turn.env_s:.3f} s",
-        f"observation ({len(turn.prompt_ids)} tokens):",
+        f"observation ({prompt}{len(turn.prompt_ids)} tokens):",
         *_quoted(turn.observation),
         f"  ids {turn.prompt_ids.tolist()}",
         f"answer ({len(turn.action_ids)} tokens: {versions}; ended by {turn.finish_reason}):",

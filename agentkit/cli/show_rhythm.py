@@ -100,7 +100,7 @@ def draw(config: RunConfig, checkpoint: Checkpoint, trajectory: Trajectory) -> D
     model: Any = load_policy(ModelConfig(path=str(checkpoint.model), dtype=config.model.dtype), config.seed)
     credit = Credit(algorithm, model, Ranks(0, 1, None, model.device))
     credit.restore(read_state(checkpoint.learner / "learner.pt").get("heads"))
-    known, layout = credit.heads is not None, lay_out(batch, MicroBatch(np.zeros(1, np.int64)), model.device)
+    known, layout = credit.heads is not None, lay_out(batch, MicroBatch(np.arange(batch.num_contexts)), model.device)
 
     def forward(layout: Any) -> None:
         with torch.no_grad():

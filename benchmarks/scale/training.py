@@ -30,7 +30,7 @@ from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace
-from agentkit.types import Trajectory
+from agentkit.types import Trajectory, Turn
 
 _ID = np.zeros(1, np.int32)
 _ANSWER = Generation(_ID, np.zeros(1, np.float32), ((0, 1),), "stop")
@@ -227,12 +227,10 @@ class _Renderer:
 
     end_of_turn = 0
     stop_ids = (0,)
+    rerenders = False
 
-    def first(self, system: str, observation: str) -> np.ndarray:
-        return np.full(1, int(observation), np.int32)
-
-    def next(self, observation: str, *, closed: bool) -> np.ndarray:
-        return _ID
+    def prompt(self, system: str, turns: Sequence[Turn], observation: str) -> np.ndarray:
+        return _ID if turns else np.full(1, int(observation), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return "<answer>Go</answer>"

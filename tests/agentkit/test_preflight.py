@@ -187,6 +187,17 @@ def test_a_model_needs_all_its_files(tmp_path: Path, missing: str | None, words:
     assert words in problem
 
 
+def test_a_chat_template_of_the_configuration_is_enough(tmp_path: Path) -> None:
+    for name, content in MODEL.items():
+        if name != "tokenizer_config.json":
+            (tmp_path / name).write_text(json.dumps(content))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    assert problems(f"model.path={tmp_path}", f"model.chat_template={template}") == []
+    (problem,) = problems(f"model.path={tmp_path}", "model.chat_template=missing.jinja")
+    assert problem.startswith("model.chat_template='missing.jinja' cannot be read")
+
+
 def test_a_model_that_transformers_saved_has_them(tmp_path: Path) -> None:
     from agentkit.trainers.models import build_quickstart
 

@@ -113,7 +113,8 @@ def samples(critics: Sequence[int]) -> Iterator[Sample]:
 
 
 def sample(seed: int, critics: int) -> Sample:
-    """Return groups of 1 to 4 episodes of 1 to 4 turns: some truncated, some with equal returns, rewards with ties.
+    """Return groups of 1 to 4 episodes of 1 to 4 turns: some truncated, some with equal returns, rewards with ties,
+    some with a context for each turn.
 
     Seed 0 has equal rewards everywhere, seed 1 a single episode with a single action token.
     """
@@ -129,6 +130,7 @@ def sample(seed: int, critics: int) -> Sample:
     def episode(group: int, member: int) -> Trajectory:
         rewards = [1.0] if seed == 0 else rng.choice([-0.1, 0.0, 0.5, 1.0], rng.integers(1, 5)).tolist()
         made = Trajectory(group, member, "sample", 0, 0, [turn(reward) for reward in rewards])
+        made.rerendered = member % 2 == 1
         if rng.random() < 0.5:
             made.outcome, made.final_ids = "truncated", rng.integers(0, 50, 3).astype(np.int32)
         return made

@@ -187,9 +187,9 @@ def _add_up(of: Loss, inputs: TokenInputs, ranks: int) -> None:
     total, slopes = torch.zeros(()), torch.zeros_like(gradient)
     for micro_batches in plan(lengths, np.flatnonzero(lengths), ranks, max_tokens=8):
         for micro in micro_batches:
-            loss, slope = of(_chosen(inputs, micro.sequences, masked=micro.filler))
+            loss, slope = of(_chosen(inputs, micro.contexts, masked=micro.filler))
             total += loss
-            slopes[torch.isin(inputs.sequence_ids, torch.from_numpy(micro.sequences))] += slope
+            slopes[torch.isin(inputs.sequence_ids, torch.from_numpy(micro.contexts))] += slope
     _compare(whole, total, "the sum of the losses")
     _compare(gradient, slopes, "the sum of the gradients")
 

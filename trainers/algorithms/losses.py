@@ -71,6 +71,11 @@ def needed_logprobs(config: AlgorithmConfig) -> frozenset[str]:
     return frozenset(needs)
 
 
+def needs_whole_sequences(config: AlgorithmConfig) -> bool:
+    """Return whether the loss of a token depends on other tokens of its sequence outside of its turn."""
+    return LOSS.traits(config.loss).whole or aggregation(config) == "sequence_mean"
+
+
 def policy_objective(inputs: TokenInputs, config: AlgorithmConfig, divisor: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss plus KL term minus entropy bonus, aggregated with the step's global ``divisor``.
 

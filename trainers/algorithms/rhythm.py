@@ -1,8 +1,8 @@
 """Attention-rhythm credit: which tokens a model's attention marks, and how much more their advantages count.
 
-Invariant: only action tokens have scores, marks and factors; distances are differences of positions in the sequence,
-observations included. A selection depends on the values of scores alone, never on their order: equal scores at the
-boundary of a share are all left out.
+Invariant: only action tokens have scores, marks and factors; distances are differences of positions in the context,
+observations included. Attention ends with the context; shares and medians are those of the whole sequence. A selection
+depends on the values of scores alone, never on their order: equal scores at the boundary of a share are all left out.
 
 Source: "Attention Illuminates LLM Reasoning", arXiv:2510.13554 (v2); readings of what it leaves open:
 ``docs/algorithms.md``. ``A[t, s]`` is the attention of the query whose input is token ``t`` to token ``s``.
@@ -164,9 +164,9 @@ def _turns(batch: Batch, at: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _later_action_tokens(batch: Batch, at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the action tokens within the horizon after each position ``at``, in its sequence."""
+    """Count the action tokens within the horizon after each position ``at``, in its context."""
     before = np.concatenate([[0], np.cumsum(batch.mask)])
-    end = batch.cu_seqlens[batch.sequence_ids[at] + 1]
+    end = batch.cu_contexts[batch.context_ids[at] + 1]
     nearest, farthest = np.minimum(at + HORIZON[0], end), np.minimum(at + HORIZON[1] + 1, end)
     return before[farthest] - before[nearest]
 

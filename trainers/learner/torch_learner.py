@@ -166,7 +166,8 @@ class Learner:
         if self._rank == 0:
             with writing(directory):
                 self._ready.policy.causal_lm.save_pretrained(directory, state_dict=state)
-                load_tokenizer(self._config.model.path).save_pretrained(directory)
+                model = self._config.model
+                load_tokenizer(model.path, model.chat_template).save_pretrained(directory)
 
     def _plain_state(self) -> dict[str, torch.Tensor]:
         """The tensors of the plain model, on rank 0 only; all ranks take part."""

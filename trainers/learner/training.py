@@ -20,7 +20,13 @@ from agentkit.errors import LearnerError
 from agentkit.trainers.algorithms.advantages import Estimate, estimate
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
 from agentkit.trainers.algorithms.interface import TokenInputs
-from agentkit.trainers.algorithms.losses import aggregation, kl_estimate, needed_logprobs, policy_objective
+from agentkit.trainers.algorithms.losses import (
+    aggregation,
+    kl_estimate,
+    needed_logprobs,
+    needs_whole_sequences,
+    policy_objective,
+)
 from agentkit.trainers.algorithms.uncertainty import deal, disagreement
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.backends.base import Snapshot
@@ -194,13 +200,13 @@ class Training:
         temperature = self.config.rollout.temperature
         return self.backend.module(layout, temperature, entropy_gradient=entropy_gradient)
 
-    def _plan(self, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-        learner = self.config.learner
-        return share(batch, sequences, self.ranks.rank, self.ranks.size, learner.max_tokens, packed=learner.packing)
+    def _plan(self, batch: Batch, sequences: np.ndarray, **wanted: bool) -> list[MicroBatch]:
+        learner, ranks = self.config.learner, self.ranks
+        return share(batch, sequences, ranks.rank, ranks.size, learner.max_tokens, packed=learner.packing, **wanted)
 
-    def _layouts(self, batch: Batch, sequences: np.ndarray) -> Iterator[tuple[Layout, bool]]:
-        """This rank's micro-batches, each with whether it is the last one."""
-        micro_batches = self._plan(batch, sequences)
+    def _layouts(self, batch: Batch, sequences: np.ndarray, **wanted: bool) -> Iterator[tuple[Layout, bool]]:
+        """This rank's micro-batches, each with whether it is the last one; ``wanted``: see ``share``."""
+        micro_batches = self._plan(batch, sequences, **wanted)
         for index, micro in enumerate(micro_batches):
             yield lay_out(batch, micro, self.device), index == len(micro_batches) - 1
 
@@ -231,7 +237,7 @@ class Training:
                 batch = replace(batch, rewards=batch.rewards - algorithm.kl_coef * penalty)
         if "proximal" in needs and self._steps_per_batch > 1:
             columns["proximal"] = self._scored(batch, sequences, self._logprobs_at)
-        scored = [self._scored(batch, sequences, critic.values_at) for critic in self.critics]
+        scored = [self._scored(batch, sequences, critic.values_at, states=True) for critic in self.critics]
         values = np.array(scored, np.float32).reshape(len(scored), batch.num_tokens)
         estimated = estimate(batch, values, algorithm)
         columns |= estimated._asdict()
@@ -258,13 +264,18 @@ class Training:
 
     @torch.no_grad()
     def _scored(
-        self, batch: Batch, sequences: np.ndarray, score: Callable[[Layout], tuple[Tensor, Tensor]]
+        self,
+        batch: Batch,
+        sequences: np.ndarray,
+        score: Callable[[Layout], tuple[Tensor, Tensor]],
+        *,
+        states: bool = False,
     ) -> FloatArray:
         """Per-token scores of the whole batch ``[N]``: each rank computes its share, all get the union."""
         scores = np.zeros(batch.num_tokens, np.float32)
-        for layout, _ in self._layouts(batch, sequences):
+        for layout, _ in self._layouts(batch, sequences, states=states):
             positions, computed = score(layout)
-            if layout.mask.any():
+            if not layout.filler:
                 scores[positions.numpy()] = computed.cpu().numpy()
         return self.ranks.sum_array(scores)
 
@@ -291,7 +302,7 @@ class Training:
         divisor = denominator(aggregation(algorithm), batch.action_counts[sequences], _constant_length(self.config))
         sums: dict[str, Tensor] = {}
         self.policy.train_mode(True)
-        for layout, last in self._layouts(batch, sequences):
+        for layout, last in self._layouts(batch, sequences, whole=needs_whole_sequences(algorithm)):
             logprobs, entropy = self._forward(layout, entropy_gradient=algorithm.entropy_coef > 0)
             at = {name: column[layout.positions].to(device) for name, column in columns.items()}
             inputs = TokenInputs(

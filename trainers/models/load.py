@@ -13,19 +13,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentkit.config import ModelConfig
 from agentkit.errors import ConfigError
-from agentkit.model_files import QUICKSTART, locate
+from agentkit.model_files import QUICKSTART, locate, template_text
 from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``path`` (as in ``ModelConfig.path``). Raises ``ConfigError``."""
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``path``, with its own chat template unless one is given (both as in ``ModelConfig``).
+
+    Raises ``ConfigError``.
+    """
+    template = None if chat_template is None else template_text(chat_template)
     if path == QUICKSTART:
-        return quickstart_tokenizer()
-    source = locate(path)
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:
-        raise _not_loadable("tokenizer", path, source, error) from error
+        tokenizer = quickstart_tokenizer()
+    else:
+        source = locate(path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except Exception as error:
+            raise _not_loadable("tokenizer", path, source, error) from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def load_policy(model: ModelConfig, seed: int) -> PreTrainedModel:

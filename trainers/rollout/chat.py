@@ -13,6 +13,7 @@ import numpy as np
 from agentkit.errors import ConfigError
 from agentkit.openai import ChatEndpoint, ContextExceeded
 from agentkit.trainers.rollout.episode import EpisodeRules, act, system_message, turn_seeds
+from agentkit.trainers.rollout.history import conversation
 from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.types import Message, Trajectory, Turn
@@ -28,7 +29,7 @@ class ChatPlayer:
         self.endpoint = endpoint
         self.parser = parser
         self.rules = rules
-        self._system = Message("system", system_message(rules.source.instructions, parser))
+        self._system = system_message(rules.source.instructions, parser)
 
     async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
         """Play one episode in ``env`` and record it in ``trajectory``.
@@ -37,15 +38,14 @@ class ChatPlayer:
         observation fits into the endpoint's context.
         """
         rules, begun = self.rules, time.perf_counter()
-        trajectory.system = self._system.content
+        trajectory.system = self._system
         key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
         seeds = turn_seeds(rules.seed, key, rules.source.max_turns)
-        messages = [self._system]
         try:
             shown = observation = await env.reset(trajectory.seed)
             waited = time.perf_counter() - begun
             for number in range(rules.source.max_turns):
-                messages.append(Message("user", shown))
+                messages = conversation(self._system, trajectory.turns, shown, rules.shown_turns)
                 try:
                     turn = await self._answer(trajectory, messages, seeds[number] % _MAX_SEED)
                 except ContextExceeded as error:
@@ -58,7 +58,6 @@ class ChatPlayer:
                     return
                 turn.observation, turn.env_s = shown, waited
                 trajectory.turns.append(turn)
-                messages.append(Message("assistant", turn.response))
                 waited = 0.0
                 step = await act(env, trajectory, turn, observation, self.parser, rules.format_penalty)
                 observation, shown = step.observation, step.shown

@@ -1,7 +1,8 @@
 """One episode: observations, answers and actions, recorded token by token.
 
 Invariant: the engine is always given exactly the concatenation of what was recorded before (``prompt_ids`` and
-``action_ids``, turn after turn, then this turn's prompt), so that the record is what the engine saw and produced.
+``action_ids``, turn after turn, then this turn's prompt), or this turn's prompt alone if the history is rendered again.
+So the record is what the engine saw and produced.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class EpisodeRules:
     format_penalty: float
     seed: int
     """The run's seed; the sampling seeds of all requests follow from it."""
+    shown_turns: int | None = None
+    """Earlier turns that a chat endpoint is shown; None: all. (A renderer has its own.)"""
     stream: int = 0
     """Use of the episodes (training 0, evaluation 1); uses share neither sessions nor random numbers."""
 
@@ -54,6 +57,7 @@ class EpisodeRules:
             temperature=config.rollout.temperature,
             format_penalty=config.env.format_penalty,
             seed=config.seed,
+            shown_turns=config.model.shown_turns,
         )
 
 
@@ -150,14 +154,14 @@ class Player:
         ``ConfigError`` if not even the first prompt fits into the context.
         """
         rules, tokens, begun = self.rules, TokenBuffer(), time.perf_counter()
-        trajectory.system = self._system
+        trajectory.system, trajectory.rerendered = self._system, self.renderer.rerenders
         key = (rules.stream, trajectory.group_id, trajectory.member, trajectory.attempt)
         session = ".".join(map(str, key))
         seeds: list[int] = []
         try:
             observation = await env.reset(trajectory.seed)
             waited = time.perf_counter() - begun
-            prompt = self.renderer.first(self._system, observation)
+            prompt = self.renderer.prompt(self._system, (), observation)
             shown = observation
             while True:
                 number = len(trajectory.turns)
@@ -177,8 +181,9 @@ class Player:
                 if step.terminated:
                     trajectory.outcome = "terminated"
                     return
-                closed = int(turn.action_ids[-1]) == self.renderer.end_of_turn
-                prompt = self.renderer.next(shown, closed=closed)
+                prompt = self.renderer.prompt(self._system, trajectory.turns, shown)
+                if self.renderer.rerenders:
+                    tokens = TokenBuffer()
                 if step.truncated or number + 1 >= rules.source.max_turns:
                     room = rules.max_context - tokens.size - len(prompt)
                     _truncate(trajectory, "env" if step.truncated else "max_turns", prompt, room)

@@ -1,102 +1,103 @@
 """Conversion of observations to prompt tokens, in the chat format of the model.
 
-Invariant: tokens are only appended, and sampled tokens stay unchanged. A chat template is accepted only if rendering a
-whole conversation at once gives the same text as appending turn after turn. A template that rewrites or strips earlier
-turns (usually reasoning between ``<think>`` tags) is refused, because the model would see another history in training
-than in use.
+Invariant: with appending, tokens are only added, and sampled tokens stay unchanged. Otherwise each prompt is the
+template's own view of the conversation, and turns do not share tokens.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from agentkit.config import ModelConfig
 from agentkit.errors import RendererError
-from agentkit.types import IntArray
-
-if TYPE_CHECKING:  # playing against an endpoint needs no tokenizer
-    from tokenizers import Tokenizer
-
-# One text is encoded at a time. Handing it to another thread costs more than to encode it.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from agentkit.trainers.rollout.appending import Parts, no_end_of_turn, parts_of
+from agentkit.trainers.rollout.history import conversation
+from agentkit.trainers.rollout.template import ANSWER, OBSERVATION, SYSTEM, ChatTemplate, changes, int32
+from agentkit.types import IntArray, Message, Turn
 
 _CACHE_ENTRIES = 4096
 """Number of observations whose tokens are cached; texts of small games repeat often."""
 _CACHE_CHARACTERS = 2048
 """Longer texts rarely repeat and are not cached, which bounds the cache's memory."""
 
-# Placeholders for the parts of a conversation while the template is probed. They have no white space at their ends,
-# because trimming a message is harmless: history is never rendered again.
-_SYSTEM, _FIRST, _SECOND, _THIRD = "Qsystem7Q", "Qfirst1Q", "Qsecond2Q", "Qthird3Q"
-_PLAIN, _THINKING = "Qanswer5Q", "<think>\nQreason8Q\n</think>\n\nQanswer5Q"
-
 
 class ChatRenderer:
     """Renderer of chat tokens for a tokenizer with a chat template.
 
-    Returned arrays are shared and read-only. The constructor raises ``RendererError`` for a tokenizer without a
-    template, or with one that cannot be used by appending only.
+    Returned arrays are shared and read-only.
+
+    Args:
+        tokenizer: of transformers.
+        rerenders: render the whole conversation for each prompt, instead of appending turns.
+        window: with ``rerenders``: maximum number of earlier turns in a prompt; None shows all.
+        arguments: further variables of the template.
+
+    Raises:
+        RendererError: the tokenizer has no usable template, or turns cannot be appended to it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        from tokenizers import Tokenizer
-
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise RendererError(
-                f"{type(tokenizer).__name__} has no fast tokenizer (tokenizers.Tokenizer) behind it; convert the "
-                "model's tokenizer to a tokenizer.json"
-            )
-        if not getattr(tokenizer, "chat_template", None):
-            raise RendererError(
-                f"{type(tokenizer).__name__} has no chat template: use the model's instruct variant, or set "
-                "tokenizer.chat_template"
-            )
-        self._tokenizer = tokenizer
-        # A copy, because padding or truncation may be set on the original.
-        self._encoder = Tokenizer.from_str(backend.to_str())
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
-        self._literal: Tokenizer | None = None
-        added = self._encoder.get_added_tokens_decoder()
-        self._special = {token.content: id_ for id_, token in added.items() if token.special}
-        self._head, self._after_system, self._tail, self._close, self._open = self._probe()
-        self.end_of_turn: int = self._special[self._close_token]
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        rerenders: bool = False,
+        window: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.template = ChatTemplate(tokenizer, arguments)
+        self.rerenders = rerenders
+        """Whether prompts are whole conversations (``Trajectory.rerendered``)."""
+        self._window = window
+        self._parts: Parts | None = None if rerenders else parts_of(self.template)
+        token = _end_of_turn(self.template) if self._parts is None else self._parts.end_of_turn
+        self.end_of_turn: int = self.template.special[token]
         """The id that ends an answer; the policy samples it."""
-        eos = tokenizer.eos_token_id
+        eos = self.template.eos_id
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *([eos] if eos is not None else [])]))
         """Ids after which generation ends."""
-        self._unclosed = self._close + self._open
         self._cache: OrderedDict[tuple[str, str], IntArray] = OrderedDict()
+
+    def prompt(self, system: str, turns: Sequence[Turn], observation: str) -> IntArray:
+        """Return the ids up to and including the next generation prompt, int32 ``[p]``.
+
+        With ``rerenders``, these are all ids that the engine is to see; otherwise those after the last action.
+        """
+        if self.rerenders:
+            return self.template.prompt_ids(conversation(system, turns, observation, self._window))
+        if not turns:
+            return self.first(system, observation)
+        return self.next(observation, closed=int(turns[-1].action_ids[-1]) == self.end_of_turn)
 
     def first(self, system: str, observation: str) -> IntArray:
         """Return the ids of the start, int32 ``[p]``: rules, first observation and the generation prompt."""
-        return self._cached(self._head + system + self._after_system, observation)
+        parts = self._appendable
+        return self._cached(parts.head + system + parts.after_system, observation)
 
     def next(self, observation: str, *, closed: bool) -> IntArray:
         """Return the ids after an action, up to and including the next generation prompt, int32 ``[p]``.
 
         ``closed``: the action ended with ``end_of_turn``; otherwise the closing ids come first.
         """
-        return self._cached(self._open if closed else self._unclosed, observation)
+        parts = self._appendable
+        return self._cached(parts.open if closed else parts.close + parts.open, observation)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``ids`` without special tokens."""
-        return self._encoder.decode(
-            ids.tolist() if isinstance(ids, np.ndarray) else list(ids), skip_special_tokens=True
-        )
+        return self.template.decode(ids)
 
     def encode_answer(self, text: str) -> IntArray:
         """Return the ids of an answer as the policy would produce it, including ``end_of_turn``, int32 ``[a]``."""
-        return _array([*self._ids(text), self.end_of_turn])
+        return int32([*self.template.encode(text), self.end_of_turn])
 
-    def _ids(self, text: str) -> list[int]:
-        # Only the batch call skips character offsets, which are not needed.
-        return self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    @property
+    def _appendable(self) -> Parts:
+        if self._parts is None:
+            raise RendererError("this renderer renders whole conversations: call prompt()")
+        return self._parts
 
     def _cached(self, before: str, content: str) -> IntArray:
         key = (before, content)
@@ -104,7 +105,7 @@ class ChatRenderer:
         if ids is not None:
             self._cache.move_to_end(key)
             return ids
-        ids = self._tokens(before, content, self._tail)
+        ids = self._tokens(before, content, self._appendable.tail)
         if len(content) <= _CACHE_CHARACTERS:
             self._cache[key] = ids
             if len(self._cache) > _CACHE_ENTRIES:
@@ -112,105 +113,41 @@ class ChatRenderer:
         return ids
 
     def _tokens(self, before: str, content: str, after: str) -> IntArray:
-        if not any(token in content for token in self._special):
-            return _array(self._ids(before + content + after))
-        # An environment's text must not end its message or speak as the model: control tokens in it are encoded as
-        # plain characters.
-        if self._literal is None:
-            self._literal = type(self._encoder).from_str(self._encoder.to_str())
-            self._literal.encode_special_tokens = True
-        middle = self._literal.encode(content, add_special_tokens=False).ids
-        return _array([*self._ids(before), *middle, *self._ids(after)])
+        template = self.template
+        if not template.has_control_tokens(content):
+            return int32(template.encode(before + content + after))
+        return int32([*template.encode(before), *template.encode_plain(content), *template.encode(after)])
 
-    # -- reading the template -------------------------------------------------------------------------------------
 
-    def _render(self, *contents: str, system: str | None = _SYSTEM) -> str:
-        """Render user and assistant messages in turn, with a generation prompt after a user message."""
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        for index, content in enumerate(contents):
-            messages.append({"role": ("user", "assistant")[index % 2], "content": content})
+def make_renderer(model: ModelConfig, tokenizer: Any, max_turns: int) -> ChatRenderer:
+    """Return the renderer that ``model.history`` asks for.
+
+    ``auto``, and ``append`` for tasks of a single turn, append if that is exact, and render again otherwise.
+
+    Raises:
+        RendererError: the template does not fit.
+    """
+    arguments = model.template_arguments
+    if model.history in ("auto", "append"):
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=len(contents) % 2 == 1
-            )
-        except Exception as error:
-            raise RendererError(f"the chat template failed on a plain conversation: {error}") from error
-
-    def _probe(self) -> tuple[str, str, str, str, str]:
-        """Return the constant parts of the template: head, after the system text, tail, close, open.
-
-        ``head SYSTEM after_system OBSERVATION tail ANSWER close open OBSERVATION tail ANSWER …``
-        """
-        merged = ""
-        try:
-            opening = self._render(_FIRST)
+            return ChatRenderer(tokenizer, arguments=arguments)
         except RendererError:
-            # A template without a system role: the rules open the first user message instead.
-            merged = "\n\n"
-            opening = self._render(_SYSTEM + merged + _FIRST, system=None)
-        head, after_system, tail = self._split(opening, _SYSTEM, _FIRST)
-
-        def conversation(*contents: str) -> str:
-            if not merged:
-                return self._render(*contents)
-            return self._render(_SYSTEM + merged + contents[0], *contents[1:], system=None)
-
-        two = conversation(_FIRST, _PLAIN, _SECOND)
-        if not two.startswith(opening + _PLAIN):
-            raise self._rewrites(opening + _PLAIN, two)
-        bridge, end = self._split(two[len(opening + _PLAIN) :], _SECOND)
-        if end != tail:
-            raise self._rewrites(tail, end)
-        for answer in (_PLAIN, _THINKING):
-            appended = opening + answer + bridge + _SECOND + tail + answer + bridge + _THIRD + tail
-            rendered = conversation(_FIRST, answer, _SECOND, answer, _THIRD)
-            if rendered != appended:
-                raise self._rewrites(appended, rendered)
-        close, open_ = self._end_of_turn(bridge)
-        return head, after_system, tail, close, open_
-
-    def _end_of_turn(self, bridge: str) -> tuple[str, str]:
-        """Split the text between an answer and the next observation after the token that ends the answer."""
-        found = [(bridge.index(token), token) for token in self._special if token in bridge]
-        if not found:
-            raise RendererError(
-                f"the chat template ends an answer with {bridge!r}, which contains no special token, so the "
-                "engine cannot detect the end of an answer; use a template with an end-of-turn token"
-            )
-        at, self._close_token = min(found, key=lambda item: (item[0], -len(item[1])))
-        cut = at + len(self._close_token)
-        return bridge[:cut], bridge[cut:]
-
-    @staticmethod
-    def _split(text: str, *marks: str) -> list[str]:
-        parts = []
-        for mark in marks:
-            if text.count(mark) != 1:
-                raise RendererError(
-                    f"the chat template changes or repeats the text of a message ({mark!r} became {text!r}), so that "
-                    "turns cannot be appended; use another template"
-                )
-            before, text = text.split(mark)
-            parts.append(before)
-        return [*parts, text]
-
-    @staticmethod
-    def _rewrites(appended: str, rendered: str) -> RendererError:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(appended, rendered, strict=False)) if a != b),
-            min(len(appended), len(rendered)),
-        )
-        what = "strips the reasoning of" if "Qreason8Q" in appended and "Qreason8Q" not in rendered else "rewrites"
-        here = slice(max(0, same - 20), same + 40)
-        return RendererError(
-            f"the chat template {what} earlier turns: appending a turn gives …{appended[here]!r} where the template "
-            f"renders …{rendered[here]!r}. Training would then see another history than the engine. Use a template "
-            "that leaves history alone (for Qwen3-like templates: one without the branch that removes "
-            "<think>…</think>), set as tokenizer.chat_template"
-        )
+            if model.history == "append" and max_turns > 1:
+                raise
+    return ChatRenderer(tokenizer, rerenders=True, window=model.shown_turns, arguments=arguments)
 
 
-def _array(ids: list[int]) -> IntArray:
-    array = np.asarray(ids, np.int32)
-    array.flags.writeable = False
-    return array
+def _end_of_turn(template: ChatTemplate) -> str:
+    """Return the token that ends an answer: the template's, or that of the tokenizer."""
+    answered = [Message("system", SYSTEM), Message("user", OBSERVATION), Message("assistant", ANSWER)]
+    last = template.render(answered, prompt=False)
+    earlier = template.render([*answered, Message("user", OBSERVATION)])
+    for text in (last, earlier):
+        if text.count(ANSWER) != 1:
+            raise changes(ANSWER, text)
+        if token := template.first_special(text.partition(ANSWER)[2]):
+            return token
+    for token, id_ in template.special.items():
+        if id_ == template.eos_id:
+            return token
+    raise no_end_of_turn(last.partition(ANSWER)[2])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rerendering import rerendered
 
 from agentkit.config import AlgorithmConfig
 from agentkit.errors import LearnerError
@@ -577,3 +578,23 @@ def test_order_of_groups_does_not_matter(make_groups, name, seed):
     expected, actual = by_episode(batch), by_episode(backwards)
     for key, part in expected.items():
         np.testing.assert_allclose(actual[key], part, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@FEW
+@given(seed=SEEDS)
+def test_contexts_do_not_matter(name, seed):
+    """An episode whose history is rendered again for each turn has the same advantages as an appended one."""
+    groups, _ = wander(seed)
+    appended, apart = flatten(groups), flatten(rerendered(groups))
+    assert apart.num_sequences == appended.num_sequences
+    shaped = {"overlong_max": 6, "overlong_buffer": 4}
+    config = configured(advantage=name, gamma=0.9, lam="length", **shaped)
+    values = values_for(appended, seed)
+    moved = np.full((2, apart.num_tokens), np.nan, np.float32)
+    moved[:, np.flatnonzero(apart.mask) - 1] = values[:, np.flatnonzero(appended.mask) - 1]
+    there, here = (batch.cu_seqlens[1:][batch.bootstraps] - 1 for batch in (apart, appended))
+    moved[:, there] = values[:, here]
+    for expected, actual in zip(estimate(appended, values, config), estimate(apart, moved, config), strict=True):
+        np.testing.assert_allclose(actual[apart.mask], expected[appended.mask], rtol=1e-6, atol=1e-7)
+        assert not actual[~apart.mask].any()

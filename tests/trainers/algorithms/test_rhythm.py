@@ -14,8 +14,9 @@ from agentkit.trainers.batch import Batch, flatten
 from agentkit.types import Group, Trajectory, Turn
 
 
-def batch_of(*episodes: list[tuple[int, int]], after: int = 0) -> Batch:
-    """One sequence per episode, whose turns are numbers of prompt and action tokens; ``after``: last observations."""
+def batch_of(*episodes: list[tuple[int, int]], after: int = 0, rerendered: bool = False) -> Batch:
+    """One sequence per episode, whose turns are numbers of prompt and action tokens; ``after``: last observations;
+    ``rerendered``: with a context for each turn."""
 
     def turn(prompt: int, action: int) -> Turn:
         return Turn(np.ones(prompt, np.int32), np.ones(action, np.int32), np.zeros(action, np.float32), ((0, action),))
@@ -24,6 +25,8 @@ def batch_of(*episodes: list[tuple[int, int]], after: int = 0) -> Batch:
         Trajectory(0, member, "test", 0, 0, [turn(*each) for each in turns], np.ones(after, np.int32), "truncated")
         for member, turns in enumerate(episodes)
     ]
+    for member in members:
+        member.rerendered = rerendered
     return flatten([Group(0, 0, 0, members)])
 
 
@@ -160,3 +163,16 @@ def test_head_sets():
     for count in range(1, 60):
         spans = rng.integers(0, 9, count).astype(float)
         assert rhythm.head_sets(spans) == rhythm_loops.head_sets(spans.tolist())
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(turns, min_size=1, max_size=3), st.integers(0, 2**32 - 1))
+def test_attention_ends_with_the_context(episodes, seed):
+    """The scores of a turn with a context of its own are those of an episode of that turn alone."""
+    apart = batch_of(*episodes, rerendered=True)
+    alone = batch_of(*([turn] for episode in episodes for turn in episode))
+    assert np.array_equal(apart.mask, alone.mask)
+    waad, fai_sums = np.random.default_rng(seed).random((2, apart.num_tokens)).astype(np.float32)
+    found, expected = (rhythm.rhythm(batch, waad, fai_sums, 0.4) for batch in (apart, alone))
+    for name in ("waad", "change", "fai"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -151,9 +151,9 @@ LAKE = RunConfig.model_validate({"env": {"id": "FrozenLake-v1", "actions_per_tur
 SEEDS = range(40)
 
 
-async def measure(server: ChatServer, seeds: range = SEEDS) -> EvalResult:
+async def measure(server: ChatServer, seeds: range = SEEDS, config: RunConfig = LAKE) -> EvalResult:
     async with endpoint(server.url) as client:
-        return await evaluate_endpoint(LAKE, client, ActionParser("tagged", 1), seeds, temperature=0.0)
+        return await evaluate_endpoint(config, client, ActionParser("tagged", 1), seeds, temperature=0.0)
 
 
 def walk(seed: int, moves: list[str]) -> tuple[float, bool]:
@@ -198,6 +198,17 @@ async def test_invalid_answers_cost_and_change_nothing() -> None:
         assert trajectory.reward == pytest.approx(6 * LAKE.env.format_penalty)
         assert not any(turn.valid for turn in trajectory.turns)
     assert "no valid format" in server.requests[-1][0]["messages"][-1]["content"]
+
+
+async def test_a_window_limits_the_turns_that_the_server_gets() -> None:
+    config = RunConfig.model_validate(LAKE.model_dump() | {"model": {"history": "window", "window": 2}})
+    with chat_server(lambda number, body: said(f"no answer {number}")) as server:
+        result = await measure(server, range(1), config)
+    assert len(result.trajectories[0].turns) == 6
+    assert [len(body["messages"]) for body, _ in server.requests] == [2, 4, 6, 6, 6, 6]
+    first, last = result.trajectories[0].turns[0].observation, server.requests[-1][0]["messages"]
+    assert last[1]["content"].startswith(f"{first}\n\n[3 turns are left out here.]\n\n")
+    assert [message["content"] for message in last[2::2]] == ["no answer 3", "no answer 4"]
 
 
 async def test_an_episode_that_outgrows_the_endpoint_is_truncated() -> None:

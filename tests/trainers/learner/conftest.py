@@ -53,7 +53,7 @@ def configure(tiny_model: Path) -> Callable[..., RunConfig]:
     return build
 
 
-def random_batch(seed: int, groups: int = 4, members: int = 3, vocabulary: int = VOCABULARY) -> Batch:
+def random_groups(seed: int, groups: int = 4, members: int = 3, vocabulary: int = VOCABULARY) -> list[Group]:
     """Episodes of very different lengths, some truncated."""
     rng = np.random.default_rng(seed)
 
@@ -74,9 +74,14 @@ def random_batch(seed: int, groups: int = 4, members: int = 3, vocabulary: int =
         outcome = "truncated" if truncated else "terminated"
         return Trajectory(group, member, "test", 0, 0, turns, final_ids, outcome)
 
-    return flatten([Group(g, 0, 0, [episode(g, m) for m in range(members)]) for g in range(groups)])
+    return [Group(g, 0, 0, [episode(g, m) for m in range(members)]) for g in range(groups)]
+
+
+@pytest.fixture(scope="session")
+def make_groups() -> Callable[..., list[Group]]:
+    return random_groups
 
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., Batch]:
-    return random_batch
+    return lambda *args, **kwargs: flatten(random_groups(*args, **kwargs))

@@ -24,15 +24,15 @@ def test_plan(lengths, ranks, max_tokens, packed, data):
     plans = plan(lengths, sequences, ranks, max_tokens, packed=packed)
     assert len(plans) == ranks
     assert len({len(share) for share in plans}) == 1
-    counted = [int(i) for share in plans for micro in share if not micro.filler for i in micro.sequences]
+    counted = [int(i) for share in plans for micro in share if not micro.filler for i in micro.contexts]
     assert sorted(counted) == sequences.tolist()
     for share in plans:
         for micro in share:
-            held = lengths[micro.sequences]
+            held = lengths[micro.contexts]
             tokens = held.sum() if packed else len(held) * held.max()
             assert tokens <= max_tokens or len(held) == 1
             assert micro.packed == packed
-    loads = [sum(lengths[m.sequences].sum() for m in share if not m.filler) for share in plans]
+    loads = [sum(lengths[m.contexts].sum() for m in share if not m.filler) for share in plans]
     assert max(loads) - min(loads) <= lengths[sequences].max()
 
 
@@ -45,7 +45,7 @@ def test_layout_points_at_the_output_before_each_action(make_batch):
     micro = MicroBatch(np.array([5, 0, 7]))
     layout = lay_out(batch, micro, torch.device("cpu"))
     at = 0
-    for row, sequence in enumerate(micro.sequences):
+    for row, sequence in enumerate(micro.contexts):
         start, end = batch.cu_seqlens[sequence : sequence + 2]
         assert layout.ids[row, : end - start].tolist() == batch.tokens[start:end].tolist()
         assert not layout.ids[row, end - start :].any()
@@ -59,7 +59,7 @@ def test_layout_points_at_the_output_before_each_action(make_batch):
                 at += 1
     assert at == len(layout.rows)
     assert layout.mask.all()
-    assert not lay_out(batch, MicroBatch(micro.sequences, filler=True), torch.device("cpu")).mask.any()
+    assert not lay_out(batch, MicroBatch(micro.contexts, filler=True), torch.device("cpu")).mask.any()
 
 
 def test_packed_layout_points_at_the_same_tokens(make_batch):

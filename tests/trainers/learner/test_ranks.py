@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import rank_worker
 from requiring import require
+from rerendering import rerendered
 from safetensors.torch import load_file
 
 from agentkit.errors import LearnerError
+from agentkit.trainers.batch import flatten
 from agentkit.trainers.learner.ranks import _buckets
 
 CHUNKS: dict[str, Any] = {"max_logits": 48 * 5}
@@ -110,9 +112,11 @@ def check_continuation(actual: Result, expected: Result, before: Result, gradien
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "size"), [("replicas", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_several_ranks_are_one(configure, make_batch, on_ranks, backend, size):
-    """With a critic, a reference, adapters, unequal micro-batches and chunks; an infinite loss is not applied."""
-    batches = [make_batch(seed, groups=3, members=3) for seed in (20, 21)]
+def test_several_ranks_are_one(configure, make_batch, make_groups, on_ranks, backend, size):
+    """With a critic, a reference, adapters, unequal micro-batches and chunks, and a batch with a context for each turn;
+    an infinite loss is not applied."""
+    apart = flatten(rerendered(make_groups(21, groups=3, members=3)))
+    batches = [make_batch(20, groups=3, members=3), apart]
     kinds = [RICH, LORA]
     options = {"backend": backend, "activation_checkpointing": backend == "fsdp"}
     jobs = [((configure(**sections(kind, **options)), batches), CHUNKS | {"poison": True}) for kind in kinds]

@@ -10,11 +10,11 @@ from rollout_doubles import Latency, Script, ScriptedEngine
 from rollout_envs import AsyncPuppet, Puppet
 
 from agentkit import registry
-from agentkit.config import RunConfig
+from agentkit.config import ModelConfig, RunConfig
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.plugin import make_parser
-from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.renderer import ChatRenderer, make_renderer
 from agentkit.trainers.weights.base import WeightsInPlace
 from agentkit.types import Group, Trajectory
 
@@ -42,7 +42,9 @@ class Harness:
 
     def __init__(self, config: RunConfig, script: Script | str = GO, latency: Latency = 0.0) -> None:
         self.config = config
-        self.engine = ScriptedEngine(renderer(), script, latency)
+        appends = config.model == ModelConfig()
+        self.renderer = renderer() if appends else make_renderer(config.model, load_tokenizer("quickstart"), 20)
+        self.engine = ScriptedEngine(self.renderer, script, latency)
         self.ends: list[tuple[Trajectory, str, str]] = []
         self.events: list[dict[str, Any]] = []
         self.loop = self.new_loop()
@@ -53,7 +55,7 @@ class Harness:
         return RolloutLoop(
             self.config,
             self.engine,
-            renderer(),
+            self.renderer,
             parser,
             on_episode=self._note,
             on_event=lambda kind, **fields: self.events.append({"event": kind, **fields}),

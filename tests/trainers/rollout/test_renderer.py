@@ -6,58 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_tokenizers import CHATML, NO_SYSTEM, NUMBERED, PREFILLED, THINK_STRIPPING, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from agentkit.errors import RendererError
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.renderer import ChatRenderer
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LLAMA_LIKE = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-NO_SYSTEM = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else 'user') + '\n' + m.content | trim + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
-)
-THINK_STRIPPING = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set c = m.content %}"
-    "{% if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in c %}"
-    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-NUMBERED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + (loop.index | string) + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LAST_TWO = (
     "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}"
-PREFILLED = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
-
-
-def tokenizer(template: str | None) -> Any:
-    base = load_tokenizer("quickstart")
-    new = PreTrainedTokenizerFast(
-        tokenizer_object=base.backend_tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>"
-    )
-    new.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]}
-    )
-    new.chat_template = template
-    return new
 
 
 ACCEPTED = {"quickstart": None, "chatml": CHATML, "llama": LLAMA_LIKE, "no_system": NO_SYSTEM}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from agentkit.config import RunConfig
@@ -10,12 +13,15 @@ from agentkit.trainers.inference.hf import HFEngine
 from agentkit.trainers.models.load import load_policy, load_tokenizer
 from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
-from agentkit.trainers.rollout.renderer import ChatRenderer
+from agentkit.trainers.rollout.renderer import make_renderer
 from agentkit.types import Trajectory
 
 
 def scored_again(model: torch.nn.Module, trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """Return log-probabilities of the action tokens in one pass over the whole sequence, and the action mask."""
+    """Return log-probabilities of the action tokens in one pass over each context, and the action mask."""
+    if trajectory.rerendered:
+        alone = [scored_again(model, replace(trajectory, turns=[turn], rerendered=False)) for turn in trajectory.turns]
+        return np.concatenate([scores for scores, _ in alone]), np.concatenate([mask for _, mask in alone])
     parts, mask = [], []
     for turn in trajectory.turns:
         parts += [turn.prompt_ids, turn.action_ids]
@@ -27,12 +33,14 @@ def scored_again(model: torch.nn.Module, trajectory: Trajectory) -> tuple[np.nda
     return picked.numpy()[np.asarray(mask[1:])], np.asarray(mask)
 
 
-async def test_records_of_frozen_lake_are_exact() -> None:
+@pytest.mark.parametrize("history", ["append", "rerender", "window"])
+async def test_records_of_frozen_lake_are_exact(history: str) -> None:
     config = RunConfig.model_validate(
         {
             "env": {"id": "FrozenLake-v1", "max_turns": 4},
             "rollout": {"groups": 2, "group_size": 4, "max_tokens": 8},
             "engine": {"max_batch": 8},
+            "model": {"history": history} | ({"window": 1} if history == "window" else {}),
         }
     )
     engine = HFEngine(config.model, config.engine, seed=config.seed)
@@ -41,7 +49,7 @@ async def test_records_of_frozen_lake_are_exact() -> None:
     loop = RolloutLoop(
         config,
         engine,
-        ChatRenderer(load_tokenizer(config.model.path)),
+        make_renderer(config.model, load_tokenizer(config.model.path), 4),
         ActionParser("tagged"),
         on_episode=lambda trajectory, ending, reason: ends.append(ending),
     )
@@ -53,7 +61,8 @@ async def test_records_of_frozen_lake_are_exact() -> None:
         await engine.close()
     model = load_policy(config.model, config.seed).eval()
     for trajectory in (member for group in batch for member in group.members):
-        assert trajectory.turns
+        assert len(trajectory.turns) == 4
+        assert trajectory.rerendered == (history != "append")
         again, mask = scored_again(model, trajectory)
         recorded = np.concatenate([turn.action_logprobs for turn in trajectory.turns])
         np.testing.assert_allclose(again, recorded, atol=1e-4)

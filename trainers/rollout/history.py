@@ -1,0 +1,32 @@
+"""What a prompt shows of the earlier turns of an episode: a pure function.
+
+Invariant: with a window, the number of messages is bounded. Roles alternate, because many templates require it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentkit.types import Message, Turn
+
+
+def conversation(system: str, turns: Sequence[Turn], observation: str, window: int | None = None) -> list[Message]:
+    """Return the messages before the next answer.
+
+    Args:
+        system: content of the system message.
+        turns: the earlier turns of the episode.
+        observation: what the answer replies to.
+        window: maximum number of earlier turns; None shows all. Where turns are left out, the first message of the
+            user is the first observation, which often states the task, followed by the next observation that is shown.
+    """
+    left_out = 0 if window is None else max(0, len(turns) - window)
+    shown = turns[left_out:]
+    observations = [*(turn.observation for turn in shown), observation]
+    if left_out:
+        omitted = "1 turn is" if left_out == 1 else f"{left_out} turns are"
+        observations[0] = f"{turns[0].observation}\n\n[{omitted} left out here.]\n\n{observations[0]}"
+    messages = [Message("system", system), Message("user", observations[0])]
+    for turn, answered in zip(shown, observations[1:], strict=True):
+        messages += [Message("assistant", turn.response), Message("user", answered)]
+    return messages
