@@ -189,8 +189,8 @@ steps on the same tasks. Success is the share of solved evaluation tasks, which 
 {learning}
 ## Weight updates
 
-Engines as actors behind the router; each computes four requests, and two wait. *Stage* is the time in which the learner's
-process makes the weights available while the engines go on. *Pause* is the time from the call of the router's `pause`
+Engines as actors behind the router; each computes four requests, and two wait. *Stage* is the time in which the
+learner's process makes the weights available while the engines go on. *Pause* is the time from the router's `pause`
 to the end of its `resume`, without the time of *copy*: copying the same bytes once, on one thread, while the engines
 are paused. *Again* is the time from the end of the pause until all engines have sampled a token: before, they compute
 the keys and values of unfinished answers under the new weights. Medians are over all updates of a row.
