@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from agentkit import data
-from agentkit.errors import ConfigError
+from agentkit.errors import ConfigError, DataError
 from agentkit.extras import require_smollm2
 
 _VERSION = 1
@@ -60,8 +61,8 @@ def smollm2_directory() -> Path:
             if not directory.is_dir():
                 _check(file, digest)
                 _write(file, directory)
-    except OSError as error:
-        raise data.DataError(
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise DataError(
             f"model.path=smollm2 cannot be converted in {root} ({error}): it needs 300 MB there; make room, or set "
             "AGENTKIT_DATA to use another folder"
         ) from error
