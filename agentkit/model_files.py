@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentkit.errors import ConfigError
+from agentkit.extras import missing_smollm2
 
 QUICKSTART = "quickstart"
+SMOLLM2 = "smollm2"
+BUILT_IN = (QUICKSTART, SMOLLM2)
+"""Names of models that need neither a directory nor the hub. They come before directories of the same name."""
+_NAMES = ", ".join(f"`{name}`" for name in BUILT_IN)
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -29,7 +34,7 @@ def locate(path: str, key: str = "model.path") -> str:
     """Return the name to pass to transformers: a model directory, or a hub name unchanged.
 
     Args:
-        path: model directory, run directory or hub name.
+        path: model directory, run directory or hub name; not one of ``BUILT_IN``.
         key: setting that errors name.
 
     Raises:
@@ -45,7 +50,7 @@ def locate(path: str, key: str = "model.path") -> str:
             )
         return str(found)
     if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"{key}={path!r} does not exist; use `{QUICKSTART}`, a directory or a hub name")
+        raise ConfigError(f"{key}={path!r} does not exist; use {_NAMES}, a directory or a hub name")
     return path
 
 
@@ -67,7 +72,7 @@ def problems(path: str, key: str, *, chat: bool, chat_template: str | None = Non
     """Yield reasons why the model at ``path`` cannot be used, one sentence each, according to its files.
 
     Args:
-        path: as in ``locate``; a hub name is not checked.
+        path: as in ``locate``, or one of ``BUILT_IN``; a hub name is not checked.
         key: setting that the sentences name.
         chat: whether it is the policy, which needs a tokenizer and a chat template.
         chat_template: ``model.chat_template``, which replaces the model's own.
@@ -77,7 +82,9 @@ def problems(path: str, key: str, *, chat: bool, chat_template: str | None = Non
             template_text(chat_template)
         except ConfigError as error:
             yield str(error)
-    if path == QUICKSTART:
+    if path == SMOLLM2 and (problem := missing_smollm2(f"{key}={path}")):
+        yield problem
+    if path in BUILT_IN:
         return
     try:
         directory = Path(locate(path, key))
@@ -107,10 +114,10 @@ def tokenizer_problem(path: str, policy: str, key: str) -> str:
 
     Args:
         path: a model as in ``locate``, whose own tokenizer is optional.
-        policy: the model whose tokenizer is used; if it is not a directory, nothing is checked.
+        policy: the model whose tokenizer is used. Unless both are directories, nothing is checked.
         key: setting that the sentence names.
     """
-    found = [model_directory(Path(name).expanduser()) for name in (path, policy) if name != QUICKSTART]
+    found = [model_directory(Path(name).expanduser()) for name in (path, policy) if name not in BUILT_IN]
     directories = [directory for directory in found if directory is not None]
     if len(directories) < 2:
         return ""
@@ -131,7 +138,7 @@ def tokenizer_problem(path: str, policy: str, key: str) -> str:
 
 def is_hub_name(path: str) -> bool:
     """Return whether ``path``, as accepted by ``locate``, names a model of the hub."""
-    return path != QUICKSTART and not Path(path).expanduser().is_dir()
+    return path not in BUILT_IN and not Path(path).expanduser().is_dir()
 
 
 def _has_chat_template(directory: Path) -> bool:

