@@ -287,10 +287,9 @@ class AlgorithmConfig(Strict):
     critic_lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of `gae` for the targets of the critics; `bilevel_gae` uses `lam`."""
     advantage_mask: float = Field(default=0.2, ge=0, lt=1)
-    """With `gae`: share of the action tokens, those on which several critics agree most, that lose their policy
-    loss."""
+    """With several critics: share of the action tokens, those on which they agree most, that lose their policy loss."""
     entropy_mask: float = Field(default=0.2, ge=0, lt=1)
-    """With `gae`: share of the action tokens, those on which several critics agree least, that lose their entropy
+    """With several critics: share of the action tokens, those on which they agree least, that lose their entropy
     bonus."""
     gamma_high: float = Field(default=0.95, gt=0, le=1)
     """Discount per turn of `bilevel_gae`."""

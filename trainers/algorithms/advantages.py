@@ -164,7 +164,7 @@ def bilevel_gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Es
 
     Over the last tokens ``e`` of turns: ``delta = r_e + gamma_high V(next e) - V(e)`` and ``A_e = delta + gamma_high
     lam A_(next e)``. Within a turn, GAE with ``gamma`` towards ``A_e + V(e)`` as the reward of its last token, after
-    which the state has value 0. An episode that was cut off ends as in ``gae``.
+    which the state has value 0. An episode that was cut off ends, and several critics mask tokens, as in ``gae``.
     """
     value = _mean_value(values)
     dense = _Dense(batch)
@@ -182,7 +182,8 @@ def bilevel_gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Es
         advantage = np.where(end, turn_advantage, delta + config.gamma * lam * advantage)
         following_end, next_value = np.where(end, here, following_end), here
         advantages[:, t] = advantage
-    return _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(advantages + state_values))
+    result = _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(advantages + state_values))
+    return _mask_tokens(result, dense, values, config)
 
 
 def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
@@ -205,6 +206,11 @@ def gae(batch: Batch, values: FloatArray, config: AlgorithmConfig) -> Estimate:
     returns = dense.discounted_sums(deltas, config.gamma * config.critic_lam) + state_values
 
     result = _finish(batch, _whiten(dense.scatter(advantages), batch.mask), dense.scatter(returns))
+    return _mask_tokens(result, dense, values, config)
+
+
+def _mask_tokens(result: Estimate, dense: _Dense, values: FloatArray, config: AlgorithmConfig) -> Estimate:
+    """Mask action tokens by the critics' disagreement (AsyPPO, arXiv:2510.01656)."""
     uncertainty = disagreement(values[:, dense.positions - 1])
     policy_kept, entropy_kept = masks(uncertainty, config.advantage_mask, config.entropy_mask)
     result.policy_weight[dense.positions] = policy_kept

@@ -100,10 +100,16 @@ def slow_masks(batch, values, config):
 
 
 @MANY
-@given(seed=SEEDS, k=st.sampled_from([0.0, 0.2, 0.6]), h=st.sampled_from([0.0, 0.2, 0.7]), tied=st.booleans())
-def test_gae_masks_the_action_tokens_of_the_whole_batch(make_groups, seed, k, h, tied):
+@given(
+    seed=SEEDS,
+    name=st.sampled_from(["gae", "bilevel_gae"]),
+    k=st.sampled_from([0.0, 0.2, 0.6]),
+    h=st.sampled_from([0.0, 0.2, 0.7]),
+    tied=st.booleans(),
+)
+def test_disagreement_masks_the_action_tokens_of_the_whole_batch(make_groups, seed, name, k, h, tied):
     batch = flatten(make_groups(seed))
-    config = AlgorithmConfig(advantage="gae", advantage_mask=k, entropy_mask=h)
+    config = AlgorithmConfig(advantage=name, advantage_mask=k, entropy_mask=h)
     rng = np.random.default_rng(seed)
     values = rng.integers(0, 3, (2, batch.num_tokens)) if tied else rng.normal(size=(2, batch.num_tokens))
     values = values.astype(np.float32)
@@ -114,12 +120,12 @@ def test_gae_masks_the_action_tokens_of_the_whole_batch(make_groups, seed, k, h,
 
 
 @FEW
-@given(seed=SEEDS, critics=st.sampled_from([2, 4]))
-def test_without_masks_it_is_ppo_with_the_mean_value_and_one_critic_is_ppo(make_groups, seed, critics):
+@given(seed=SEEDS, name=st.sampled_from(["gae", "bilevel_gae"]), critics=st.sampled_from([2, 4]))
+def test_without_masks_it_is_ppo_with_the_mean_value_and_one_critic_is_ppo(make_groups, seed, name, critics):
     batch = flatten(make_groups(seed))
     eighths = np.random.default_rng(seed).integers(-20, 20, (critics, batch.num_tokens)) / 8
     values = eighths.astype(np.float32)  # their mean is exact
-    plain = AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.9, advantage_mask=0.0, entropy_mask=0.0)
+    plain = AlgorithmConfig(advantage=name, gamma=0.9, lam=0.9, advantage_mask=0.0, entropy_mask=0.0)
     masked = plain.model_copy(update={"advantage_mask": 0.3, "entropy_mask": 0.4})
     expected = estimate(batch, values.mean(axis=0, keepdims=True), plain)
     for result in (estimate(batch, values, plain), estimate(batch, values.mean(axis=0, keepdims=True), masked)):
