@@ -16,14 +16,13 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
-from typing import get_args
 
-from agentkit.config import AlgorithmConfig
+from agentkit import plugins
 from benchmarks.learning.runs import metrics, run_once
 from benchmarks.offpolicy.report import Result, table, write_report
 
 CONFIG = Path(__file__).parent / "frozen_lake.yaml"
-LOSSES: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["loss"].annotation)
+LOSSES = tuple(plugins.LOSS.built_in)
 RATIOS = (0, 2)
 SWEPT = ("ppo", "decoupled_ppo")
 """Losses that are trained at every ratio of ``SWEEP``."""
