@@ -15,8 +15,9 @@ from processes import gone
 from safetensors.torch import load_file
 
 import agentkit
-from agentkit.errors import ConfigError
+from agentkit.errors import ConfigError, PluginError
 from agentkit.records import iterate_trajectories
+from agentkit.trainers.checkpoint import list_checkpoints
 
 # A busy machine needs minutes to start Ray and the processes of its actors.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("ray_cluster")]
@@ -108,3 +109,28 @@ with ray_cluster.local_cluster(1):
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert "1 node" in result.stdout, result.stderr
+
+
+def test_an_error_of_a_plugin_in_a_rank_ends_the_run_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_credit.py").write_text(
+        "from agentkit.trainers.algorithms.advantages import grpo\n"
+        "calls = 0\n"
+        "def late(batch, values, config):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 2:\n"
+        "        raise ZeroDivisionError('no second batch')\n"
+        "    return grpo(batch, values, config)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    run = {**TINY, "steps": 3, "dir": tmp_path / "run", "checkpoint": {"every": 1}, "cluster": {}}
+    run |= {"algorithm": {"advantage": "late_credit:late"}, "learner": {**TINY["learner"], "ranks": 2}}
+    named = r"'late_credit:late' raised ZeroDivisionError: no second batch .*late_credit\.py"
+    with pytest.raises(PluginError, match=named):
+        agentkit.train(run)
+    # A restart of the learner would only repeat the error.
+    assert "learner_lost" not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 1
