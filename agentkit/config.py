@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from agentkit import plugins
+from agentkit.tool_calls import ToolFormatName
 
 
 class Strict(BaseModel):
@@ -145,6 +146,9 @@ class ModelConfig(Strict):
     the chat template leaves earlier turns alone, otherwise `rerender`."""
     window: int = Field(default=4, ge=0)
     """With `history: window`: number of earlier turns that the model sees, besides the first observation."""
+    tool_format: Literal["auto", ToolFormatName] = "auto"
+    """How the model writes tool calls, for environments with tools. `auto`: as its chat template does. `hermes`
+    also fits templates that write none: the system message then describes the tools."""
 
     @property
     def shown_turns(self) -> int | None:

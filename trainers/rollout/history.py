@@ -6,11 +6,15 @@ Invariant: with a window, the number of messages is bounded. Roles alternate, be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from agentkit.trainers.rollout.tools import ToolUse
 from agentkit.types import Message, Turn
 
 
-def conversation(system: str, turns: Sequence[Turn], observation: str, window: int | None = None) -> list[Message]:
+def conversation(
+    system: str, turns: Sequence[Turn], observation: str, window: int | None = None, tools: ToolUse | None = None
+) -> list[Message]:
     """Return the messages before the next answer.
 
     Args:
@@ -19,6 +23,7 @@ def conversation(system: str, turns: Sequence[Turn], observation: str, window: i
         observation: what the answer replies to.
         window: maximum number of earlier turns; None shows all. Where turns are left out, the first message of the
             user is the first observation, which often states the task, followed by the next observation that is shown.
+        tools: how tools are used. Calls and their results are messages of their own if the template has such.
     """
     left_out = 0 if window is None else max(0, len(turns) - window)
     shown = turns[left_out:]
@@ -28,5 +33,19 @@ def conversation(system: str, turns: Sequence[Turn], observation: str, window: i
         observations[0] = f"{turns[0].observation}\n\n[{omitted} left out here.]\n\n{observations[0]}"
     messages = [Message("system", system), Message("user", observations[0])]
     for turn, answered in zip(shown, observations[1:], strict=True):
-        messages += [Message("assistant", turn.response), Message("user", answered)]
+        messages += [_answer(turn, tools), Message(role_after(turn, tools), answered)]
     return messages
+
+
+def role_after(turn: Turn, tools: ToolUse | None) -> Literal["user", "tool"]:
+    """Return the role of the message that follows ``turn``."""
+    return "tool" if tools is not None and tools.native and turn.actions else "user"
+
+
+def _answer(turn: Turn, tools: ToolUse | None) -> Message:
+    if tools is None or not tools.native:
+        return Message("assistant", turn.response)
+    if not turn.actions:
+        return Message("assistant", tools.readable(turn.response))
+    answer = tools.read(turn.response)
+    return Message("assistant", answer.content, answer.calls)
