@@ -10,6 +10,7 @@ from agentkit.errors import MissingExtra
 _TRAINING = ("safetensors", "tokenizers", "torch", "transformers")
 _SERVER = ("prometheus_client", "uvicorn")
 _RAY = ("ray",)
+_OPENENV = ("uvicorn", "websockets")
 
 
 def require_training() -> None:
@@ -30,6 +31,15 @@ def require_deepspeed() -> None:
 def require_ray() -> None:
     """Raise ``MissingExtra`` unless the packages of the extra ``ray`` are installed; imports none of them."""
     _require("a cluster section", "ray", _RAY)
+
+
+def require_openenv(part: str) -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``openenv`` are installed; imports none of them.
+
+    Args:
+        part: what needs them.
+    """
+    _require(part, "openenv", _OPENENV)
 
 
 def require_smollm2() -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
 GROUP = "agentkit.envs"
 """The entry-point group: ``Name-vN = package.module:Class``, or a function that returns an ``EnvSpec``."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*-v\d+")
+_ELSEWHERE = {"openenv:": ("agentkit.integrations.openenv_client:OpenEnv", "url")}
+"""Environments that are not registered but served elsewhere: by the prefix of their name, the class that plays them and
+its argument for the rest of the name."""
 
 Source = Literal["explicit", "built-in", "plugin"]
 EntryPoint = str | Callable[..., Any]
@@ -157,11 +160,20 @@ def entry(id: str) -> Entry:
         RegistryError: the name is unknown; the message suggests similar ones.
     """
     _check_name(id)
-    found = _explicit.get(id) or installed().get(id)
+    found = _explicit.get(id) or installed().get(id) or _elsewhere(id)
     if found is not None:
         return found
     hint = entry_points.nearest(id, [known.id for known in list_envs()])
     raise RegistryError(f"there is no environment {id!r}; {hint} (`agentkit env list` shows all)")
+
+
+def _elsewhere(id: str) -> Entry | None:
+    """Return the entry of an environment that is served elsewhere; None for any other name."""
+    prefix, _, address = id.partition(":")
+    if f"{prefix}:" not in _ELSEWHERE:
+        return None
+    target, argument = _ELSEWHERE[f"{prefix}:"]
+    return Entry(id, EnvSpec(target, {argument: address}), "built-in")
 
 
 def env_class(id: str) -> type[Any]:
@@ -187,7 +199,8 @@ def make(
     """Make an environment, without wrappers.
 
     Args:
-        id: a registered name, such as ``"FrozenLake-v1"``.
+        id: a registered name, such as ``"FrozenLake-v1"``, or ``"openenv:URL"`` for the environment of an OpenEnv
+            server.
         sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, ``"remote"``,
             ``"remote:URL,URL"`` (on these sandbox servers), the name of another back end, a started back end, or a
             ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported here. Environments with hidden
@@ -242,6 +255,8 @@ def arguments_here(
     if sandbox is None:
         return dict(kwargs)
     _check_name(id)
+    if _elsewhere(id) is not None:
+        raise ConfigError(f"{id} runs in its server, not in a sandbox of this process: leave the sandbox out")
     known = _explicit.get(id) or installed().get(id)
     if known is None or (known.source != "built-in" and isinstance(known.spec.entry_point, str)):
         return None
