@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from requiring import require
 
 from agentkit import plugins
 from agentkit.config_io import load_config
@@ -60,8 +61,9 @@ def test_the_interval_is_that_of_student() -> None:
     assert list(T_QUANTILES) == list(range(2, 11))
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_table_with_its_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    require("matplotlib", "pip install 'agentkit-rl[benchmarks]'")
     coupled = replace(GRPO, task="countdown", method="coupled_credit")
     write_report([*runs(GRPO, 0.7), *runs(PPO, 0.9), *runs(replace(GRPO, task="countdown"), 0.2), coupled], tmp_path)
     page = (tmp_path / "algorithms.md").read_text()

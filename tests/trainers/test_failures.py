@@ -200,7 +200,8 @@ async def test_a_run_survives_the_loss_of_engines_ranks_and_nodes(nodes: Nodes, 
     await run.until(lambda: "training" in progress.describe(), "the collective")
     await asyncio.sleep(2)
     began = time.time()
-    os.kill(second, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # on a slow machine, the run has given the frozen rank up
+        os.kill(second, signal.SIGKILL)
     lost = await run.event("learner_lost")
     # On a busy machine, the error of the other rank in the collective may be known first.
     assert "learner rank" in lost["text"]

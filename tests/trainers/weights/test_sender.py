@@ -244,7 +244,8 @@ async def test_an_engine_serves_the_learners_weights_until_it_trains() -> None:
     config = RunConfig.model_validate({"env": {"id": "FrozenLake-v1"}, "cluster": {}, "engine": settings, "seed": 3})
     sending, engine = Learner(config), HFEngine(config.model, config.engine, seed=4)
     try:
-        await asyncio.gather(sending.start(), engine.start())
+        await sending.start()  # not at once: both draw fresh weights from torch's global generator
+        await engine.start()
         before = await engine.checksum()
         weights = (await sending.publish(1)).for_engines(1)
         assert isinstance(weights, SentWeights)
