@@ -32,6 +32,11 @@ def require_ray() -> None:
     _require("a cluster section", "ray", _RAY)
 
 
+def require_reasoning_gym() -> None:
+    """Raise ``MissingExtra`` unless reasoning-gym is installed; does not import it."""
+    _require("reasoning_gym", "reasoning-gym", ("reasoning_gym",))
+
+
 def require_smollm2() -> None:
     """Raise ``MissingExtra`` unless the packages of ``model.path=smollm2`` are installed; imports none of them."""
     if problem := missing_smollm2("model.path=smollm2"):

@@ -17,7 +17,7 @@ from typing import Any
 from agentkit import model_files, plugins, registry
 from agentkit.config import EnvConfig, HealthConfig, RunConfig, advantage_contradictions, loss_contradictions
 from agentkit.entry_points import nearest
-from agentkit.errors import AgentkitError, ConfigError, RegistryError
+from agentkit.errors import AgentkitError, ConfigError, MissingExtra, RegistryError
 from agentkit.extras import missing_extra
 
 _START_S = 30.0
@@ -139,7 +139,7 @@ def _environment_problems(config: RunConfig, thorough: bool) -> Iterator[str]:
             problem = _in_sandbox(config, kwargs, thorough) if here is None else _here(config, key, here, thorough)
         except RegistryError as error:
             problem = f"env.id: {error}"
-        except ConfigError as error:
+        except (ConfigError, MissingExtra) as error:
             problem = f"{key}: {error}"
         if problem:
             yield problem
@@ -173,9 +173,10 @@ def _unused_setting(env: EnvConfig) -> str:
 def _here(config: RunConfig, key: str, kwargs: dict[str, Any], thorough: bool) -> str:
     """Return the problem of an environment that runs in this run's processes; empty if there is none."""
     id = config.env.id
-    cls = registry.env_class(id)
+    spec = registry.entry(id).load()
+    cls: Any = spec.entry_point
     try:
-        registry.check_arguments(id, cls, kwargs)
+        registry.check_arguments(id, cls, {**spec.kwargs, **kwargs})
     except RegistryError as error:
         return f"{key}: {error}"
     own = cls.own_sandboxes(**kwargs)

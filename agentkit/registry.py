@@ -1,8 +1,8 @@
 """The registry of environments.
 
-Invariant: precedence is explicit ``register()``, then built-in, then third-party entry point. Listing names runs no
-code of environments: only ``env_class``, ``make`` and ``Entry.load`` import one, and an environment that does not load
-affects no other.
+Invariant: precedence is explicit ``register()``, then built-in, then third-party entry point, then the prefixes of
+other libraries. Listing names runs no code of environments: only ``env_class``, ``make`` and ``Entry.load`` import one,
+and an environment that does not load affects no other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentkit import entry_points
+from agentkit import entry_points, prefixes
 from agentkit.errors import ConfigError, RegistryError
 
 if TYPE_CHECKING:  # sandboxes are reached only when one is asked for
@@ -157,11 +157,20 @@ def entry(id: str) -> Entry:
         RegistryError: the name is unknown; the message suggests similar ones.
     """
     _check_name(id)
-    found = _explicit.get(id) or installed().get(id)
+    found = _explicit.get(id) or installed().get(id) or _of_library(id)
     if found is not None:
         return found
     hint = entry_points.nearest(id, [known.id for known in list_envs()])
     raise RegistryError(f"there is no environment {id!r}; {hint} (`agentkit env list` shows all)")
+
+
+def _of_library(id: str) -> Entry | None:
+    """Return the entry of a name that starts with the prefix of a library, otherwise None."""
+    found = prefixes.split(id)
+    if found is None:
+        return None
+    prefix, name = found
+    return Entry(id, EnvSpec(prefix.entry_point, {prefix.argument: name}), "built-in", entry_points.DISTRIBUTION)
 
 
 def env_class(id: str) -> type[Any]:
@@ -187,7 +196,8 @@ def make(
     """Make an environment, without wrappers.
 
     Args:
-        id: a registered name, such as ``"FrozenLake-v1"``.
+        id: a registered name, such as ``"FrozenLake-v1"``, or one of another library, such as
+            ``"reasoning_gym:leg_counting"`` or ``"gymnasium:Taxi-v4"``.
         sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, ``"remote"``,
             ``"remote:URL,URL"`` (on these sandbox servers), the name of another back end, a started back end, or a
             ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported here. Environments with hidden
@@ -202,7 +212,8 @@ def make(
 
     Raises:
         RegistryError: the name is unknown, the environment does not load, or it has no such argument.
-        ConfigError: the arguments contradict each other.
+        ConfigError: the arguments contradict each other, or an option of another library is wrong.
+        MissingExtra: the library of a prefix is not installed.
         SandboxError: the sandbox cannot be started.
         EnvError: the environment cannot be made in the sandbox.
     """
@@ -284,9 +295,15 @@ def with_redundancy(cls: Any, arguments: dict[str, Any], redundancy: Redundancy)
 
 
 def check_arguments(id: str, factory: Any, arguments: dict[str, Any]) -> None:
-    """Raise ``RegistryError`` if ``factory`` has no parameter with one of these names."""
+    """Check the names of the arguments, and for a class with ``**kwargs`` those that ``options_for`` checks.
+
+    Raises:
+        RegistryError: ``factory`` has no parameter with one of these names.
+        ConfigError: ``options_for`` refuses an argument.
+    """
     parameters = inspect.signature(factory).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        factory.options_for(**arguments)
         return
     for name in arguments:
         if name not in parameters:

@@ -7,7 +7,7 @@ only from ``self.np_random``, and declares its requirements as class attributes,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -46,6 +46,15 @@ class EnvDeclaration:
     def max_turns_for(cls, **kwargs: Any) -> int:
         """Return ``max_turns`` for an environment with these arguments. Override it if it depends on arguments."""
         return cls.max_turns
+
+    @classmethod
+    def options_for(cls, **kwargs: Any) -> Mapping[str, Any] | None:
+        """Return the arguments that ``**kwargs`` of the constructor takes, with their values; None if it takes any.
+
+        Raises:
+            ConfigError: an argument does not exist, or has a wrong value.
+        """
+        return None
 
     @classmethod
     def own_sandboxes(cls, **kwargs: Any) -> str | None:

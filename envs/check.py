@@ -178,7 +178,8 @@ def _gymnasium(subject: Subject) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         env = subject.make()
-        if not isinstance(env, SyncTextEnv):  # made by gymnasium it has a spec, with which all render modes are tried
+        # Made by gymnasium it has a spec, with which all render modes are tried.
+        if not isinstance(env, SyncTextEnv) and ":" not in subject.id:
             env.close()
             env = gymnasium.make(f"agentkit:agentkit/{subject.id}", **subject.kwargs).unwrapped
         try:
@@ -221,8 +222,8 @@ def _examine(env: TextEnv, when: str, result: Any, started: bool) -> tuple[str, 
     listed = info.get("admissible_actions", [])
     if not isinstance(listed, list) or any(action not in env.action_space for action in listed):
         raise Failure(f"{when}: info['admissible_actions'] is {listed!r:.200}, not a list of actions")
-    if info["success"] and not terminated:
-        raise Failure(f"{when}: info['success'] is true, but the episode continues; a success must terminate it")
+    if info["success"] and not (terminated or truncated):
+        raise Failure(f"{when}: info['success'] is true, but the episode continues; a success must end it")
     return observation, float(reward), terminated, truncated, info
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agentkit import registry, scaffold
+from agentkit import prefixes, registry, scaffold
 from agentkit.cli.heartbeat import watched
 from agentkit.errors import ConfigError
 
@@ -54,7 +54,7 @@ def list_environments(
     load: Annotated[bool, typer.Option("--load", help="Also import each environment, to check that it loads.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show all registered environments, their origin, and their errors."""
+    """Show all registered environments and the prefixes of other libraries, their origin, and their errors."""
     rows = []
     for entry in registry.list_envs():
         if load:
@@ -64,6 +64,9 @@ def list_environments(
                 entry.error = entry.error or str(problem)
         origin = f"plugin {entry.distribution}" if entry.source == "plugin" else entry.source
         rows.append({"id": entry.id, "source": origin, "entry_point": entry.target, "error": entry.diagnose()})
+    for name, prefix in prefixes.PREFIXES.items():
+        target = {"entry_point": prefix.entry_point, "error": prefix.problem()}
+        rows.append({"id": f"{name}:NAME", "source": f"library {name}", **target})
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -85,7 +88,7 @@ def info(id: Id) -> None:
     console.print("Instructions shown to the model:")
     console.print("\n".join(f"  {line}" for line in cls.instructions_for(**entry.spec.kwargs).splitlines()) + "\n")
     facts = {
-        "turns": cls.max_turns,
+        "turns": cls.max_turns_for(**entry.spec.kwargs),
         "actions per turn": cls.actions_per_turn,
         "runs": "async" if inspect.iscoroutinefunction(cls.step) else cls.concurrency,
         "deterministic": "yes" if cls.deterministic else "no",
@@ -96,6 +99,9 @@ def info(id: Id) -> None:
             for p in inspect.signature(cls).parameters.values()
         ),
     }
+    options = cls.options_for(**entry.spec.kwargs)
+    if options:
+        facts["options"] = ", ".join(f"{name}={value!r}" for name, value in options.items())
     for name, value in facts.items():
         console.print(f"{name:<18}{value}")
 

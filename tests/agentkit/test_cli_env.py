@@ -27,6 +27,8 @@ def test_list_names_every_environment():
     errors = {row["id"]: row["error"] for row in rows if row["source"] == "built-in"}
     assert {"Countdown-v0", "FrozenLake-v1", "Sokoban-v0", "WebShop-v0"} <= set(errors)
     assert set(errors.values()) == {None}
+    libraries = {row["id"]: row["source"] for row in rows}
+    assert libraries["gymnasium:NAME"] == "library gymnasium"
 
 
 def test_info_shows_rules_and_arguments():
