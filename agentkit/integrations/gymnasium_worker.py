@@ -68,7 +68,7 @@ class Player:
             "action": prompt(id, env.action_space, names),
             "examples": samples(env.action_space, names),
             "rules": rules(documented, observation=not ansi),
-            "max_steps": made.max_episode_steps,
+            "max_steps": max(made.max_episode_steps or 0, 0),  # -1 removes the limit
             "threshold": made.reward_threshold,
         }
 

@@ -185,7 +185,11 @@ def test_errors_name_the_argument(name: str, arguments: dict[str, Any], problem:
 def test_the_registry_describes_names_with_a_prefix() -> None:
     entry = registry.entry("gymnasium:Taxi-v4")
     assert (entry.spec.kwargs, entry.diagnose()) == ({"id": "Taxi-v4"}, None)
-    assert registry.env_class(entry.id).max_turns_for(id="Taxi-v4") == 200
+    cls = registry.env_class(entry.id)
+    steps = [
+        cls.max_turns_for(id="Taxi-v4", **limit) for limit in ({}, {"max_episode_steps": 7}, {"max_episode_steps": -1})
+    ]
+    assert steps == [200, 7, 100]
     with pytest.raises(RegistryError, match="lacks the name after the colon, as in 'gymnasium:FrozenLake-v1'"):
         registry.entry("gymnasium:")
     with pytest.raises(RegistryError, match="no environment 'gymnasim:Taxi-v4'"):
