@@ -227,7 +227,7 @@ def test_an_asynchronous_environment_passes(examine):
         (UsesRandom, "leaves global generators alone", "`random`"),
         (SeedsNumpy, "leaves global generators alone", "`numpy.random`"),
         (DependsOnHash, "same seed, same episode", "hash"),
-        (GoesOnAfterSuccess, "survives a random agent", "must terminate"),
+        (GoesOnAfterSuccess, "survives a random agent", "must end it"),
         (NanReward, "survives a random agent", "not a finite number"),
         (SpeaksBytes, "survives a random agent", "observation"),
         (NoSuccessFlag, "survives a random agent", "info['success'] is None"),
