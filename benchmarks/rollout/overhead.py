@@ -21,7 +21,8 @@ from agentkit.config import RunConfig
 from agentkit.envs.base import Concurrency, TextEnv
 from agentkit.trainers.inference.base import EngineStats, Generation, InferenceEngine, PauseMode, Sampling
 from agentkit.trainers.models.load import load_tokenizer
-from agentkit.trainers.rollout.loop import OnEpisode, RolloutLoop
+from agentkit.trainers.rollout.groups import OnEpisode
+from agentkit.trainers.rollout.loop import RolloutLoop
 from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.weights.base import Weights, WeightsInPlace

@@ -76,12 +76,8 @@ class EngineStats:
     """Of a router: the counters of each engine, which a replacement continues."""
 
 
-class InferenceEngine(Protocol):
-    """An inference engine. All methods are coroutines."""
-
-    async def start(self) -> None:
-        """Load the model and start serving. Raises ``EngineError`` with the cause and the remedy."""
-        ...
+class TokenGenerator(Protocol):
+    """The part of an engine that episodes need."""
 
     async def generate(self, prompt_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, session: str) -> Generation:
         """Sample a continuation of the whole ``prompt_ids`` (history included).
@@ -94,6 +90,14 @@ class InferenceEngine(Protocol):
 
     async def abort(self, session: str) -> None:
         """End a session's request, if any, with ``finish_reason="abort"``, and forget its prefix cache. Idempotent."""
+        ...
+
+
+class InferenceEngine(TokenGenerator, Protocol):
+    """An inference engine. All methods are coroutines."""
+
+    async def start(self) -> None:
+        """Load the model and start serving. Raises ``EngineError`` with the cause and the remedy."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

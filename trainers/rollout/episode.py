@@ -16,7 +16,7 @@ import numpy as np
 
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, EngineError
-from agentkit.trainers.inference.base import Generation, InferenceEngine, Sampling
+from agentkit.trainers.inference.base import Generation, Sampling, TokenGenerator
 from agentkit.trainers.rollout.counters import TASK
 from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import AnswerParser
@@ -139,7 +139,7 @@ class Player:
     """Plays episodes; keeps no state between episodes."""
 
     def __init__(
-        self, engine: InferenceEngine, renderer: ChatRenderer, parser: AnswerParser, rules: EpisodeRules
+        self, engine: TokenGenerator, renderer: ChatRenderer, parser: AnswerParser, rules: EpisodeRules
     ) -> None:
         self.engine = engine
         self.renderer = renderer

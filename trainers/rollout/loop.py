@@ -1,59 +1,32 @@
-"""The rollout loop: one asyncio task per episode, groups through the gate, batches out.
+"""The rollout loop: groups through the gate, batches out.
 
 Invariant: every episode that is started ends exactly once, with one call of ``on_episode``: trained on, dropped by the
-gate, cancelled as redundant, or voided because an environment failed. An environment's failure costs a retry, then the
-group; an unexplained crash of a sandbox under the policy's code costs one more attempt, then counts as the policy's
-failure and is trained on; an engine's failure ends the run. The gate decides which groups are too old.
+gate, cancelled as redundant, or voided because an environment failed. ``groups.py`` plays the episodes. A group that is
+voided is replaced; an engine's failure ends the run. The gate decides which groups are too old.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from agentkit.config import RunConfig, attempts
-from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded, PluginError, UnexplainedCrash
+from agentkit.config import RunConfig
+from agentkit.errors import EngineError
 from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.counters import FILTERED, ZERO_SIGNAL, RolloutCounters
 from agentkit.trainers.rollout.episode import EpisodeRules, Player
-from agentkit.trainers.rollout.failures import Attempts, FailureBudget, fail, void
 from agentkit.trainers.rollout.garbage import CalmCollector
 from agentkit.trainers.rollout.gate import Gate, Take
-from agentkit.trainers.rollout.hosts import EnvPool
+from agentkit.trainers.rollout.groups import SHUTDOWN, Ending, GroupPlayer, GroupRun, OnEpisode
 from agentkit.trainers.rollout.parser import AnswerParser
-from agentkit.trainers.rollout.plugin import group_filter, reward_shaping
+from agentkit.trainers.rollout.plugin import group_filter
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.trainers.rollout.tasks import TaskCursor
 from agentkit.trainers.weights.base import Weights
-from agentkit.types import Group, Trajectory
-
-Ending = Literal["trained", "dropped", "cancelled", "voided"]
-OnEpisode = Callable[[Trajectory, Ending, str], None]
-"""Called once for every started episode: the record, its ending, and the reason."""
-
-_CLOSE_TIMEOUT = 30.0
-_SHUTDOWN: tuple[Ending, str] = ("cancelled", "shutdown")
-
-
-@dataclass(slots=True)
-class _GroupRun:
-    """A group that is running or ready."""
-
-    id: int
-    seed: int
-    version: int
-    done: list[Trajectory] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    lost: int = 0
-    """Members that ran out of retries."""
-    verdict: tuple[Ending, str] | None = None
-    """Ending of members that are still running, once it is decided."""
+from agentkit.types import Group
 
 
 class RolloutLoop:
@@ -76,32 +49,32 @@ class RolloutLoop:
         self._engine = engine
         self._rollout = rollout
         self._algorithm = config.algorithm
-        self._shape = reward_shaping(rollout)
         self._keeps = group_filter(rollout)
-        self._attempts = attempts(config)
         self._deterministic = config.deterministic
         self._on_episode = on_episode
-        self._pool = EnvPool(source)
+        self.gate = Gate(rollout.groups, rollout.async_ratio, extra=rollout.extra_groups, policy=config.gate.policy)
+        self._counters = RolloutCounters(config.algorithm)
+        members = rollout.group_size + rollout.extra_members
+        self._player = GroupPlayer(
+            config,
+            Player(engine, renderer, parser, EpisodeRules.of(config, source)),
+            window=max(100, 4 * self.gate.capacity * members),
+            counters=self._counters,
+            on_episode=on_episode,
+            on_complete=self._complete,
+            on_lost=self._lose,
+            on_error=self._stop,
+        )
+        self._pool = self._player.pool
         self._recoveries = 0
         self._sandboxes = SandboxReport(on_event, self._pool.recoveries, lambda: self._pool.spares)
-        self._player = Player(
-            engine,
-            renderer,
-            parser,
-            EpisodeRules.of(config, source),
-        )
-        self.gate = Gate(rollout.groups, rollout.async_ratio, extra=rollout.extra_groups, policy=config.gate.policy)
         self._tasks = TaskCursor(config.env.first_seed, config.env.num_tasks)
         self._next_group = 0
-        self._groups: dict[int, _GroupRun] = {}
-        self._alive: set[asyncio.Task[None]] = set()
+        self._groups: dict[int, GroupRun] = {}
         self._wake = asyncio.Event()
         self._running = False
         self._failure: BaseException | None = None
-        self._counters = RolloutCounters(config.algorithm)
         self._collector = CalmCollector()
-        members = rollout.group_size + rollout.extra_members
-        self._budget = FailureBudget(rollout.max_failure_share, window=max(100, 4 * self.gate.capacity * members))
 
     # -- the life of a run ------------------------------------------------------------------------------------------
 
@@ -111,7 +84,7 @@ class RolloutLoop:
         self._sandboxes.start()
         self._running = True
         for group_id in self.gate.running:
-            self._play(self._groups[group_id])
+            self._player.play(self._groups[group_id])
         self._admit()
 
     async def next_batch(self) -> list[Group]:
@@ -149,17 +122,15 @@ class RolloutLoop:
         """
         self._running = False
         for group in list(self._groups.values()):
-            self._end(group, *_SHUTDOWN)
-        if self._alive:  # an engine that ignores its cancellation must not delay the exit
-            await asyncio.wait(self._alive, timeout=_CLOSE_TIMEOUT)
-        await self._pool.close()
+            self._end(group, *SHUTDOWN)
+        await self._player.close()
         await self._sandboxes.close()
         self._collector.stop()
 
     def under_way(self) -> str:
         """Return the numbers of finished and of running episodes. Thread-safe."""
         finished = sum(len(group.done) for group in tuple(self._groups.values()))
-        return f"{finished} finished, {len(self._alive)} being played"
+        return f"{finished} finished, {len(self._player.alive)} being played"
 
     def metrics(self) -> dict[str, float]:
         """Return counts and means since the last call."""
@@ -179,7 +150,7 @@ class RolloutLoop:
             "tasks": self._tasks.position,
             "next_group": self._next_group,
             "running": [[group.id, group.seed] for group in self._groups.values() if group.id not in ready],
-            "groups": [_as_group(self._groups[group_id]) for group_id in self.gate.ready],
+            "groups": [self._groups[group_id].result() for group_id in self.gate.ready],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -191,42 +162,43 @@ class RolloutLoop:
         self._tasks.position = int(state["tasks"])
         self._next_group = int(state["next_group"])
         for group_id, seed in state["running"]:
-            self._groups[group_id] = _GroupRun(group_id, seed, started[group_id])
+            self._groups[group_id] = self._new(group_id, seed, started[group_id])
         for group in state["groups"]:
-            self._groups[group.group_id] = _GroupRun(
-                group.group_id, group.seed, group.version_started, done=list(group.members)
-            )
+            ready = self._groups[group.group_id] = self._new(group.group_id, group.seed, group.version_started)
+            ready.done = list(group.members)
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         while self._running and self.gate.room() > 0:
-            group = _GroupRun(self._next_group, self._tasks.next(), self.gate.version)
+            group = self._new(self._next_group, self._tasks.next(), self.gate.version)
             self._next_group += 1
             self.gate.start(group.id)
             self._groups[group.id] = group
-            self._play(group)
+            self._player.play(group)
 
-    def _play(self, group: _GroupRun) -> None:
-        for member in range(self._rollout.group_size + self._rollout.extra_members):
-            task = asyncio.ensure_future(self._member(group, member))
-            group.tasks.append(task)
-            self._alive.add(task)
-            task.add_done_callback(self._task_ended)
+    def _new(self, group_id: int, seed: int, version: int) -> GroupRun:
+        return GroupRun(group_id, seed, version, self._rollout.group_size, self._rollout.extra_members)
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._alive.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+    def _stop(self, group: GroupRun, error: BaseException) -> None:
+        """Stop after an error that is not an environment's."""
+        if self._failure is None:
             self._failure = error
             self._running = False
             self._wake.set()
 
-    def _complete(self, group: _GroupRun) -> None:
-        """Complete a group that has enough members; cancel the redundant rest."""
-        self._cancel(group, ("cancelled", "redundant_member"))
+    def _complete(self, group: GroupRun) -> None:
+        """Offer a complete group to the learner."""
         self.gate.finish(group.id)
         if not self._deterministic:
             self._refill([group.id])
+        self._wake.set()
+
+    def _lose(self, group: GroupRun) -> None:
+        """Void a group that cannot be complete any more, and replace it."""
+        self.gate.remove(group.id)
+        self._end(group, "voided", "group")
+        self._admit()
         self._wake.set()
 
     def _refill(self, ready: list[int]) -> None:
@@ -243,11 +215,11 @@ class RolloutLoop:
             self._end(group, "dropped", reason)
         self._admit()
 
-    def _refusal(self, group: _GroupRun) -> str | None:
+    def _refusal(self, group: GroupRun) -> str | None:
         """Return why a complete group is replaced; None if it is used."""
         if self._rollout.dynamic_sampling and not carries_signal(group.done, self._algorithm):
             return ZERO_SIGNAL
-        return None if self._keeps(_as_group(group)) else FILTERED
+        return None if self._keeps(group.result()) else FILTERED
 
     def _consume(self, take: Take) -> list[Group]:
         for group_id in take.cancelled:
@@ -256,7 +228,7 @@ class RolloutLoop:
             self._end(self._groups[group_id], "dropped", "stale")
         batch = []
         for group_id in sorted(take.batch):
-            group = _as_group(self._groups.pop(group_id))
+            group = self._groups.pop(group_id).result()
             self._counters.trained(group, self.gate.staleness(group_id))
             for trajectory in group.members:
                 self._on_episode(trajectory, "trained", "")
@@ -264,96 +236,7 @@ class RolloutLoop:
         self._admit()
         return batch
 
-    def _end(self, group: _GroupRun, ending: Ending, reason: str) -> None:
+    def _end(self, group: GroupRun, ending: Ending, reason: str) -> None:
         """Discard a group and all of its members; the gate has removed it already."""
         del self._groups[group.id]
-        self._cancel(group, (ending, reason))
-        for trajectory in group.done:
-            self._report(trajectory, ending, reason)
-
-    def _cancel(self, group: _GroupRun, verdict: tuple[Ending, str]) -> None:
-        group.verdict = verdict
-        current = asyncio.current_task()
-        for task in group.tasks:
-            if task is not current and not task.done():
-                task.cancel()
-        group.tasks.clear()
-
-    # -- members ----------------------------------------------------------------------------------------------------
-
-    async def _member(self, group: _GroupRun, member: int) -> None:
-        """Play one member; retry in a fresh environment if the environment fails."""
-        source = self._player.rules.source
-        attempts = Attempts(self._attempts)
-        for attempt in itertools.count():
-            trajectory = Trajectory(group.id, member, source.id, group.seed, group.version, attempt=attempt)
-            env = self._pool.acquire(fresh=attempt > 0)
-            try:
-                await self._player.play(trajectory, env)
-            except EnvError as error:
-                self._pool.release(env, failed=True)
-                if attempts.blame(error, trajectory):
-                    self._counters.policy_crashes += 1
-                    self._finish(group, trajectory, crash=error)
-                    return
-                again = attempts.again(error)
-                self._void(group, trajectory, error, retried=again)
-                if group.verdict is not None:
-                    return
-                if not again:
-                    self._lose(group)
-                    return
-            except BaseException:
-                self._pool.release(env)
-                trajectory.outcome, trajectory.reason = "truncated", "interrupted"
-                self._report(trajectory, *(group.verdict or _SHUTDOWN))
-                raise
-            else:
-                self._pool.release(env)
-                self._finish(group, trajectory)
-                return
-
-    def _finish(self, group: _GroupRun, trajectory: Trajectory, *, crash: EnvError | None = None) -> None:
-        """Handle an episode with a result; ``crash``: the failure of which the policy is guilty."""
-        self._budget.record(None, running=len(self._alive))
-        try:
-            self._shape(trajectory)
-        except PluginError:
-            self._report(trajectory, *_SHUTDOWN)
-            raise
-        if crash is not None:
-            fail(trajectory, crash)
-        if group.verdict is not None:
-            self._report(trajectory, *group.verdict)
-            return
-        group.done.append(trajectory)
-        if len(group.done) == self._rollout.group_size:
-            self._complete(group)
-
-    def _void(self, group: _GroupRun, trajectory: Trajectory, error: EnvError, *, retried: bool) -> None:
-        void(trajectory, error)
-        self._counters.failures += 1
-        self._report(trajectory, "voided", type(error).__name__)
-        if isinstance(error, EnvFailureBudgetExceeded):
-            raise error
-        if not isinstance(error, UnexplainedCrash):
-            self._budget.record(error, running=len(self._alive))
-        self._counters.retries += retried and group.verdict is None
-
-    def _lose(self, group: _GroupRun) -> None:
-        """Handle a member without retries left: a redundant member replaces it, or the group is voided and replaced."""
-        group.lost += 1
-        if group.verdict is None and group.lost > self._rollout.extra_members:
-            self.gate.remove(group.id)
-            self._end(group, "voided", "group")
-            self._admit()
-            self._wake.set()
-
-    def _report(self, trajectory: Trajectory, ending: Ending, reason: str) -> None:
-        self._counters.ended(trajectory, ending, reason)
-        self._on_episode(trajectory, ending, reason)
-
-
-def _as_group(group: _GroupRun) -> Group:
-    members = sorted(group.done, key=lambda trajectory: trajectory.member)
-    return Group(group.id, group.seed, group.version, members)
+        self._player.end(group, ending, reason)

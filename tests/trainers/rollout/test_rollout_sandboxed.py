@@ -48,7 +48,7 @@ async def test_batches_from_sandboxes_are_those_from_this_process(local_sandboxe
     harness, there = await play(configure(settings=settings))
     _, here = await play(configure())
     assert [rewards(batch) for batch in there] == [rewards(batch) for batch in here]
-    assert harness.loop._player.rules.source.where == "sandbox"
+    assert harness.loop._pool.source.where == "sandbox"
     pids = {turn.observation.split("pid ")[1] for batch in there for g in batch for m in g.members for turn in m.turns}
     assert len(pids) == 1  # it declares to run inline, so that all share a sandbox
 
