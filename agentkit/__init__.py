@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agentkit.registry import register as register
     from agentkit.results import EvalResult as EvalResult
     from agentkit.results import RunResult as RunResult
+    from agentkit.rollout import Rollouts as Rollouts
     from agentkit.sandboxes.pool.health import HealthPolicy as HealthPolicy
     from agentkit.sandboxes.pool.pool import SandboxPool as SandboxPool
     from agentkit.sandboxes.sandbox import Sandbox as Sandbox
@@ -49,6 +50,7 @@ _MODULES = {
     "Redundancy": "agentkit.envs.isolation.redundancy",
     "RunConfig": "agentkit.config",
     "RunResult": "agentkit.results",
+    "Rollouts": "agentkit.rollout",
     "Sandbox": "agentkit.sandboxes.sandbox",
     "SandboxPool": "agentkit.sandboxes.pool.pool",
     "SyncSandbox": "agentkit.sandboxes.sync",

@@ -17,6 +17,12 @@ def require_training() -> None:
     _require("training", "train", _TRAINING)
 
 
+def require_tokenizers() -> None:
+    """Raise ``MissingExtra`` unless the package of fast tokenizers is installed; does not import it."""
+    if importlib.util.find_spec("tokenizers") is None:
+        raise MissingExtra("rollouts need the package tokenizers, which is not installed; pip install tokenizers")
+
+
 def require_server() -> None:
     """Raise ``MissingExtra`` unless the packages of the extra ``server`` are installed; imports none of them."""
     _require("the sandbox server", "server", _SERVER)

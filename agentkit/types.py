@@ -125,3 +125,8 @@ class Group:
     version_started: int
     """Oldest ``version_started`` of all members ever started for the group, including retries."""
     members: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def voided(self) -> bool:
+        """Whether environments failed so often that the group is incomplete; it says nothing about the policy then."""
+        return any(member.outcome == "voided" for member in self.members)
