@@ -12,6 +12,7 @@ import difflib
 import inspect
 import itertools
 import operator
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,7 +34,7 @@ from agentkit.trainers.rollout.renderer import make_renderer
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import FinishReason, FloatArray, Group, IntArray, Trajectory, VersionRuns
 
-__all__ = ["Generate", "Generation", "Rollouts", "Sampling", "TokenSequence", "Tokenizer", "sequences"]
+__all__ = ["Generate", "Generation", "Rollouts", "Sampling", "TokenSequence", "sequences"]
 
 _GIVEN = frozenset({"id", "first_seed", "num_tasks"})
 """Settings of the section ``env`` that other arguments replace."""
@@ -54,7 +55,8 @@ class Generate(Protocol):
             prompt_ids: ids of the prompt.
             sampling: generate at most ``max_tokens`` ids at ``temperature``, and end after one of ``stop_ids``, which
                 is part of the answer. ``seed`` differs for each turn and repeats if the rollouts are repeated.
-            session: name of the episode, the same for all of its turns; it can choose a server with a prefix cache.
+            session: unique name of the episode, the same for all of its turns; it can choose a server with a prefix
+                cache.
 
         Returns:
             ``(ids, logprobs)`` or ``(ids, logprobs, version)``: the ids of the answer, their log-probabilities under
@@ -62,30 +64,6 @@ class Generate(Protocol):
             Or a ``Generation``, for an answer of several versions, or one that was aborted (``finish_reason="abort"``)
             and is generated again.
         """
-        ...
-
-
-class Tokenizer(Protocol):
-    """What is used of a tokenizer. Fast tokenizers of transformers have it; any other object may."""
-
-    @property
-    def backend_tokenizer(self) -> Any:
-        """The ``tokenizers.Tokenizer``."""
-        ...
-
-    @property
-    def chat_template(self) -> Any:
-        """Anything but None or an empty text: there is a template."""
-        ...
-
-    @property
-    def eos_token_id(self) -> Any:
-        """Id of the end of a sequence, or None."""
-        ...
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the text of messages with ``role`` and ``content``; gets ``tokenize=False``,
-        ``add_generation_prompt`` and the ``template_arguments``."""
         ...
 
 
@@ -114,7 +92,7 @@ def sequences(episode: Trajectory) -> list[TokenSequence]:
         chosen = np.flatnonzero(batch.mask[start:end])
         if len(chosen):  # the last observation of a truncated episode has no answer
             part = slice(start, start + chosen[-1] + 1)
-            found.append(TokenSequence(*(a[part] for a in (batch.tokens, batch.mask, batch.logprobs, batch.rewards))))
+            found.append(TokenSequence(batch.tokens[part], batch.mask[part], batch.logprobs[part], batch.rewards[part]))
     return found
 
 
@@ -132,7 +110,8 @@ class Rollouts:
 
     Args:
         env: a registered name.
-        tokenizer: a fast tokenizer with a chat template, such as ``AutoTokenizer.from_pretrained(…)``.
+        tokenizer: a fast tokenizer with a chat template, such as ``AutoTokenizer.from_pretrained(…)``, or any object
+            with its ``backend_tokenizer``, ``chat_template``, ``eos_token_id`` and ``apply_chat_template``.
         generate: a coroutine function that generates answers; see ``Generate``.
         group_size: episodes of a group; all have the same seed.
         extra_members: redundant episodes of a group: the first ``group_size`` to finish are returned, the others are
@@ -162,7 +141,7 @@ class Rollouts:
     def __init__(
         self,
         env: str,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         generate: Generate,
         *,
         group_size: int = 1,
@@ -338,11 +317,13 @@ class _Engine:
 
     def __init__(self, generate: Generate, rollouts: Rollouts) -> None:
         self._generate, self._rollouts = generate, rollouts
+        self._name = uuid.uuid4().hex[:8]
+        """Distinguishes sessions of several rollouts that share a server."""
 
     async def generate(self, prompt_ids: Any, sampling: Sampling, *, session: str) -> Generation:
         version = self._rollouts.version
         try:
-            result = self._generate(np.asarray(prompt_ids).tolist(), sampling, session=session)
+            result = self._generate(np.asarray(prompt_ids).tolist(), sampling, session=f"{self._name}.{session}")
             if not inspect.isawaitable(result):
                 raise EngineError(f"generate returned {_short(result)} without await: define it with `async def`")
             return checked_generation(await result, sampling, version)
