@@ -10,24 +10,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentkit.errors import ConfigError
-from agentkit.extras import missing_smollm2
+from agentkit.extras import missing_extra, missing_smollm2
 
 QUICKSTART = "quickstart"
 SMOLLM2 = "smollm2"
 BUILT_IN = (QUICKSTART, SMOLLM2)
 """Names of models that need neither a directory nor the hub. They come before directories of the same name."""
+ADAPTER = "adapter"
+"""Folder of the adapter in the learner's part of a checkpoint."""
+_ADAPTER_CONFIG = "adapter_config.json"
 _NAMES = ", ".join(f"`{name}`" for name in BUILT_IN)
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def model_directory(path: Path) -> Path | None:
-    """Return the model directory at ``path``: ``path`` itself, or the newest export of a run; None if there is none."""
-    if (path / "config.json").is_file():
+    """Return the model directory at ``path``: ``path`` itself, or the newest export of a run; None if there is none.
+
+    An adapter in the format of PEFT is a model directory, too.
+    """
+    if (path / "config.json").is_file() or is_adapter(path):
         return path
-    exports = [*path.glob("model/config.json"), *path.glob("checkpoints/*/model/config.json")]
+    patterns = ("model/config.json", f"model/{_ADAPTER_CONFIG}", "checkpoints/*/model/config.json")
+    patterns = (*patterns, f"checkpoints/*/learner/{ADAPTER}/{_ADAPTER_CONFIG}")
+    exports = [config for pattern in patterns for config in path.glob(pattern)]
     newest = max(exports, key=lambda config: config.stat().st_mtime_ns, default=None)
     return newest.parent if newest else None
+
+
+def is_adapter(directory: str | Path) -> bool:
+    """Return whether ``directory`` holds an adapter in the format of PEFT instead of a whole model."""
+    directory = Path(directory)
+    return (directory / _ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def base_of_adapter(directory: Path) -> tuple[str, str | None]:
+    """Return path or name, and revision, of the base model of an adapter. Raises ``ConfigError`` if it names none."""
+    settings = _json(directory / _ADAPTER_CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{directory / _ADAPTER_CONFIG} names no base model: set base_model_name_or_path there")
+    return base, revision
 
 
 def locate(path: str, key: str = "model.path") -> str:
@@ -45,8 +68,8 @@ def locate(path: str, key: str = "model.path") -> str:
         found = model_directory(directory)
         if found is None:
             raise ConfigError(
-                f"{key}={path!r} is a directory without a model: it contains neither config.json nor model/ nor "
-                "checkpoints/*/model/; name a Hugging Face model directory, or a run that has saved a checkpoint"
+                f"{key}={path!r} is a directory without a model: it contains neither config.json nor "
+                "adapter_config.json nor model/ nor checkpoints/; name a Hugging Face model directory, or a run that has saved a checkpoint"
             )
         return str(found)
     if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
@@ -93,8 +116,9 @@ def problems(path: str, key: str, *, chat: bool, chat_template: str | None = Non
         return
     if not directory.is_dir():
         return
-    settings = _json(directory / "config.json")
-    if "model_type" not in settings:
+    if is_adapter(directory):
+        yield from _adapter_problems(directory, key)
+    elif "model_type" not in _json(directory / "config.json"):
         yield f"{key}={path!r}: {directory / 'config.json'} names no model_type; transformers cannot load it"
     if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
         yield f"{key}={path!r}: {directory} holds no weights ({', '.join(_WEIGHTS)}); copy or download them"
@@ -139,6 +163,18 @@ def tokenizer_problem(path: str, policy: str, key: str) -> str:
 def is_hub_name(path: str) -> bool:
     """Return whether ``path``, as accepted by ``locate``, names a model of the hub."""
     return path not in BUILT_IN and not Path(path).expanduser().is_dir()
+
+
+def _adapter_problems(directory: Path, key: str) -> Iterator[str]:
+    if problem := missing_extra(f"{key}={str(directory)!r}, an adapter,", "lora", ["peft"]):
+        yield problem
+    try:
+        base, _ = base_of_adapter(directory)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for problem in problems(base, key, chat=False):
+        yield f"the base model of the adapter {directory} cannot be used: {problem}"
 
 
 def _has_chat_template(directory: Path) -> bool:

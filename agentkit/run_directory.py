@@ -11,7 +11,8 @@ Layout::
     events.jsonl       one line per event (start, failure, roll-back, …)
     episodes.sqlite    every trajectory (see ``agentkit.records``)
     checkpoints/       one folder per checkpoint
-    model/             the trained policy in the format of transformers
+    model/             the trained policy in the format of transformers; a link into the newest checkpoint (with
+                       adapters, to the adapter until the run is finished)
     tokenizer/         only in evaluations (``agentkit eval --out``), which have no ``model``
     logs/              standard output of processes; files of TensorBoard and W&B
     failed-1/          configuration, records and logs of an attempt that ended before its first checkpoint

@@ -5,7 +5,8 @@ scheduler, random states, the gate, finished but unused groups, and the cursor o
 temporary name, synced and renamed, so a kill at any moment leaves the previous checkpoint intact.
 
 Layout of ``checkpoints/step-000010/``: ``learner/`` (the learner's own files), ``model/`` (a Hugging Face directory),
-``rollout.bin`` (state of the rollout loop) and ``state.json`` (state of the controller, format version).
+``rollout.bin`` (state of the rollout loop) and ``state.json`` (state of the controller, format version). With adapters,
+``learner/adapter/`` is in the format of PEFT, and only the last checkpoint of a finished run gets a ``model/``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentkit.errors import CheckpointError
+from agentkit.model_files import ADAPTER
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
@@ -41,8 +43,14 @@ class Checkpoint:
         return self.path / "learner"
 
     @property
-    def model(self) -> Path:
+    def whole_model(self) -> Path:
+        """The exported model; with adapters, only a finished run has one."""
         return self.path / "model"
+
+    @property
+    def model(self) -> Path:
+        """The policy in a format that can be loaded: the exported model, otherwise the adapter."""
+        return self.whole_model if self.whole_model.is_dir() else self.learner / ADAPTER
 
     def rollout_state(self) -> dict[str, Any]:
         """Return the state of the rollout loop. It is a pickle: load only checkpoints that you trust."""
@@ -86,10 +94,7 @@ def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mappi
     """Complete ``partial``, rename it to ``step-NNNNNN``, then ``tidy``."""
     (partial / "rollout.bin").write_bytes(pickle.dumps(dict(rollout), protocol=5))
     (partial / "state.json").write_text(json.dumps({**state, "format": FORMAT}, indent=2))
-    for folder, _, files in os.walk(partial):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
+    _sync_all(partial)
     final = partial.parent / f"step-{step:06d}"
     if not final.exists():  # it exists, for example, if a resumed run stops at once
         partial.rename(final)
@@ -98,16 +103,24 @@ def commit(partial: Path, step: int, *, rollout: Mapping[str, Any], state: Mappi
     return _read(final, step)
 
 
+def add_model(partial: Path, to: Checkpoint, *, keep: int) -> None:
+    """Move the whole model at ``partial / "model"`` to a checkpoint that has none, then ``tidy``."""
+    _sync_all(partial)
+    (partial / "model").rename(to.whole_model)
+    _sync(to.path)
+    tidy(partial.parent, keep)
+
+
 def tidy(directory: Path, keep: int) -> None:
     """Remove partial checkpoints and all but the newest ``keep``; complete what a kill interrupted.
 
-    Also link ``../model`` to the newest exported model, so a run directory can be used as a model path.
+    Also link ``../model`` to the newest model or adapter, so a run directory can be used as a model path.
     """
     for partial in directory.glob("partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
     found = list_checkpoints(directory)
     if found:
-        _point(directory.parent / "model", Path(directory.name) / found[-1].path.name / "model")
+        _point(directory.parent / "model", found[-1].model.relative_to(directory.parent))
     for old in found[:-keep]:
         # A partially removed checkpoint must not look complete.
         shutil.rmtree(old.path.rename(directory / f"partial-{old.step:06d}"), ignore_errors=True)
@@ -119,6 +132,13 @@ def _point(link: Path, target: Path) -> None:
         fresh.unlink()
     fresh.symlink_to(target)
     fresh.replace(link)
+
+
+def _sync_all(directory: Path) -> None:
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
 
 
 def _sync(path: Path) -> None:

@@ -259,7 +259,7 @@ class _Run:
             return
 
     async def _train(self) -> None:
-        """Train until the last step or a requested stop; then write a checkpoint."""
+        """Train until the last step or a requested stop; then write a checkpoint, and after the last step the model."""
         self.view.stage("training")
         if self.saved_step < 0:  # A kill in the first steps must not lose the imitation.
             await self._save()
@@ -278,6 +278,8 @@ class _Run:
             changed = self.config.steps > 0
             self.success_after = (await self._evaluate()).success if changed else self.success_before
         await self._save()
+        if not self.stop.is_set():
+            await self._export()
 
     async def _one_step(self) -> bool:
         """Consume one batch and publish its weights. Return False, without using a batch, if a stop was requested."""
@@ -387,13 +389,24 @@ class _Run:
         with progress.work("checkpoint"):
             partial = checkpoint.begin(self.directory.checkpoints, self.step)
             await self.roles.learner.save(partial / "learner")
-            await self.roles.learner.export(partial / "model")
+            if self.config.model.lora is None:
+                await self.roles.learner.export(partial / "model")
             await asyncio.to_thread(self.recorder.flush)
             keep = self.config.checkpoint.keep
             await asyncio.to_thread(
                 checkpoint.commit, partial, self.step, rollout=self.snapshot, state=state, keep=keep
             )
         self.saved_step = self.step
+
+    async def _export(self) -> None:
+        """Add the whole model to the last checkpoint of a finished run, if it holds only the adapter."""
+        last = checkpoint.list_checkpoints(self.directory.checkpoints)[-1]
+        if last.whole_model.is_dir():
+            return
+        with progress.work("exporting the model"):
+            partial = checkpoint.begin(self.directory.checkpoints, self.step)
+            await self.roles.learner.export(partial / "model")
+            await asyncio.to_thread(checkpoint.add_model, partial, last, keep=self.config.checkpoint.keep)
 
     async def _restore(self, found: checkpoint.Checkpoint | None) -> None:
         """Go back to a checkpoint, or, with None, to the beginning of the run, with a learner that has just started."""

@@ -14,6 +14,7 @@ import typer
 
 from agentkit.cli.show_rhythm import rhythm_lines
 from agentkit.cli.show_sandboxes import sandbox_lines
+from agentkit.model_files import ADAPTER
 from agentkit.text import printable
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
 
     None if there is no tokenizer yet, or the package ``tokenizers`` (extra ``train``) is not installed.
     """
-    patterns = ("tokenizer/tokenizer.json", "model/tokenizer.json", "checkpoints/*/model/tokenizer.json")
+    exports = ("model", "checkpoints/*/model", f"checkpoints/*/learner/{ADAPTER}")
+    patterns = [f"{folder}/tokenizer.json" for folder in ("tokenizer", *exports)]
     files = [file for pattern in patterns for file in directory.path.glob(pattern)]
     try:
         from tokenizers import Tokenizer

@@ -29,6 +29,7 @@ import psutil
 
 from agentkit.config import EngineConfig, ModelConfig
 from agentkit.errors import AgentkitError, EngineError, LearnerError
+from agentkit.model_files import QUICKSTART, is_adapter
 from agentkit.trainers.inference.base import EngineStats, Generation, PauseMode, Sampling
 from agentkit.trainers.inference.clock import BusyClock
 from agentkit.trainers.inference.sampling import check_sampling
@@ -71,7 +72,7 @@ class VLLMEngine:
         self._seed = seed
         self._deterministic = deterministic
         self._llm: Any = None
-        self._built: Path | None = None  # the quickstart model, written for vLLM to load
+        self._built: Path | None = None  # the quickstart model or a merged adapter, written for vLLM to load
         self._served: dict[str, tuple[int, ...]] = {}  # the checkpoint's tensors, which every update must bring
         self._active: dict[str, set[_Request]] = defaultdict(set)
         self._ids = itertools.count()
@@ -132,20 +133,19 @@ class VLLMEngine:
 
     def _model_path(self) -> str:
         """Return the model for vLLM: a directory, or a name that vLLM resolves."""
-        from agentkit.trainers.models import build_quickstart
-        from agentkit.trainers.models.load import source
+        from agentkit.trainers.models.load import source, write_model
 
-        if self._model.path == "quickstart":
-            self._built = Path(tempfile.mkdtemp(prefix="agentkit-vllm-"))
-            try:
-                return str(build_quickstart(self._built, self._seed))
-            except BaseException:
-                self._remove_built()
-                raise
         try:
-            return source(self._model.path)
+            if self._model.path != QUICKSTART and not is_adapter(place := source(self._model.path)):
+                return place
+            self._built = Path(tempfile.mkdtemp(prefix="agentkit-vllm-"))
+            return str(write_model(self._model, self._seed, self._built))
         except AgentkitError as error:
+            self._remove_built()
             raise EngineError(str(error)) from error
+        except BaseException:
+            self._remove_built()
+            raise
 
     def _remove_built(self) -> None:
         if self._built is not None:

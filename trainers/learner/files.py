@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then move it there.
 
     Raises ``RunDirectoryError`` when it cannot be written; ``path`` then stays unchanged.
@@ -56,7 +56,7 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, wri
     number, size, held = 0, 0, {}
 
     def flush() -> None:
-        _replace(directory / f"{number:05d}.safetensors", lambda temporary: save_file(held, temporary))
+        replace_file(directory / f"{number:05d}.safetensors", lambda temporary: save_file(held, temporary))
 
     if write:
         with writing(directory):
@@ -99,7 +99,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """A nested dict of tensors and plain values."""
-    _replace(path, lambda temporary: torch.save(state, temporary))
+    replace_file(path, lambda temporary: torch.save(state, temporary))
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ adapters are merged into a copy, never into the trained weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from agentkit.config import LoraConfig, ModelConfig
-from agentkit.errors import LearnerError
+from agentkit.config import ModelConfig
+from agentkit.trainers.learner.adapter import PEFT_NAME, add_adapters
 from agentkit.trainers.learner.forward import Scorer
 from agentkit.trainers.models.load import load_policy
-
-ADAPTER = "default"
-"""The name that peft gives to the only adapter."""
 
 Whole = Callable[[Tensor], Tensor]
 
@@ -36,8 +32,7 @@ class PolicyModel:
     def __init__(self, config: ModelConfig, seed: int):
         loaded = config if config.lora else config.model_copy(update={"dtype": "float32"})
         self.causal_lm: PreTrainedModel = load_policy(loaded, seed)
-        if config.lora:
-            _add_adapters(self.causal_lm, config.lora)
+        self.adapter = add_adapters(self.causal_lm, config, seed) if config.lora else None
         self.config, self._seed = loaded, seed
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.dropout = config.lora is not None and config.lora.dropout > 0
@@ -103,32 +98,10 @@ class _Delta(nn.Module):
         self.layer: Any = layer
 
     def forward(self) -> Tensor:
-        return self.layer.get_delta_weight(ADAPTER)
+        return self.layer.get_delta_weight(PEFT_NAME)
 
 
 def _merged_adapter(layer: nn.Module, whole: Whole) -> Tensor:
     """What the adapter of ``layer`` adds to its weight."""
     parameters = {f"layer.{name}": whole(p) for name, p in layer.named_parameters() if "lora_" in name}
     return functional_call(_Delta(layer), parameters, ())
-
-
-def _add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    try:
-        import peft
-    except ImportError as error:
-        raise LearnerError("model.lora needs peft: pip install 'agentkit-rl[lora]'") from error
-    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
-    adapters = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number works
-        lora_dropout=config.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        with warnings.catch_warnings():
-            # peft reads an attribute that transformers has renamed.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            peft.get_peft_model(model, adapters).eval()
-    except ValueError as error:
-        raise LearnerError(f"model.lora does not fit the model ({error}): check model.lora.target_modules") from error

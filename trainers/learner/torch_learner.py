@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, LearnerError
+from agentkit.model_files import ADAPTER
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.cpu_threads import use_threads
 from agentkit.trainers.learner.files import writing
@@ -103,8 +104,9 @@ class Learner:
         await self._compute(lambda: self._export(Path(directory)))
 
     async def save(self, directory: Path) -> None:
-        """Write the complete state for an exact continuation into ``directory``."""
-        await self._compute(lambda: self._ready.save(Path(directory)))
+        """Write the complete state for an exact continuation into ``directory``; adapters in the format of PEFT, with
+        the tokenizer, in ``adapter``."""
+        await self._compute(lambda: self._save(Path(directory)))
 
     async def load(self, directory: Path) -> None:
         """Restore a state that ``save`` wrote. Raises ``CheckpointError`` when it is incomplete or does not fit."""
@@ -166,8 +168,17 @@ class Learner:
         if self._rank == 0:
             with writing(directory):
                 self._ready.policy.causal_lm.save_pretrained(directory, state_dict=state)
-                model = self._config.model
-                load_tokenizer(model.path, model.chat_template).save_pretrained(directory)
+                self._save_tokenizer(directory)
+
+    def _save(self, directory: Path) -> None:
+        self._ready.save(directory)
+        if self._rank == 0 and self._config.model.lora is not None:
+            with writing(directory):
+                self._save_tokenizer(directory / ADAPTER)
+
+    def _save_tokenizer(self, directory: Path) -> None:
+        model = self._config.model
+        load_tokenizer(model.path, model.chat_template).save_pretrained(directory)
 
     def _plain_state(self) -> dict[str, torch.Tensor]:
         """The tensors of the plain model, on rank 0 only; all ranks take part."""

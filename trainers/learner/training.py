@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentkit.config import ModelConfig, RunConfig
 from agentkit.errors import LearnerError
+from agentkit.model_files import ADAPTER
 from agentkit.trainers.algorithms.advantages import Estimate, estimate
 from agentkit.trainers.algorithms.aggregate import aggregate, denominator
 from agentkit.trainers.algorithms.interface import TokenInputs
@@ -71,6 +72,7 @@ class Training:
         credit = config.algorithm.credit != "none"
         self.credit = Credit(config.algorithm, self.policy.causal_lm, self.ranks) if credit else None
         self.backend = build_backend(self.policy.scorer, config.learner, self.ranks, "policy's")
+        self.backend.adapter = self.policy.adapter
         self.critics: list[Critic] = []
         self.reference: Snapshot | None = None
         self.batches = 0
@@ -126,7 +128,7 @@ class Training:
 
     def save(self, directory: Path) -> None:
         """Write the state for an exact continuation; all ranks take part, rank 0 writes."""
-        self.backend.save(directory / "policy")
+        self.backend.save(directory / "policy", self._adapter_files(directory))
         for index, critic in enumerate(self.critics):
             critic.backend.save(directory / f"critic-{index}")
         if self.reference is not None:
@@ -144,7 +146,13 @@ class Training:
         Raises ``CheckpointError`` if it cannot be read, ``LearnerError`` if it is of another model.
         """
         state = self.ranks.from_first(lambda: read_state(directory / "learner.pt"))
-        self.backend.load(directory / "policy")
+        adapted = self.ranks.from_first((directory / ADAPTER).is_dir)
+        if adapted != (self.policy.adapter is not None):
+            raise LearnerError(
+                f"the saved weights are of another model: {'adapters' if adapted else 'no adapters'}, and model.lora "
+                f"asks for {'none' if adapted else 'them'}"
+            )
+        self.backend.load(directory / "policy", self._adapter_files(directory))
         self.batches, self.policy_steps = state["batches"], state["policy_steps"]
         self.reference, self.critics = None, []
         if self.credit is not None:
@@ -167,6 +175,9 @@ class Training:
         else:  # a rank that the saved run did not have
             seed = np.random.SeedSequence([self.config.seed, self.policy_steps, self.ranks.rank])
             torch.manual_seed(int(seed.generate_state(1)[0]))
+
+    def _adapter_files(self, directory: Path) -> Path | None:
+        return None if self.policy.adapter is None else directory / ADAPTER
 
     def _random_state(self) -> dict[str, Tensor]:
         cuda = {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}

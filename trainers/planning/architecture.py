@@ -15,7 +15,7 @@ from typing import Any
 
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError
-from agentkit.model_files import QUICKSTART, SMOLLM2, is_hub_name, locate
+from agentkit.model_files import QUICKSTART, SMOLLM2, base_of_adapter, is_adapter, is_hub_name, locate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` with the layout below: gated MLP, RMS norms, rotary positions, grouped key/value heads."""
@@ -110,7 +110,10 @@ def read_architecture(path: str, key: str = "model.path") -> Architecture:
             f"{key}={path!r} is not a folder; its size is read from config.json without a download: copy that file "
             f"into a folder and set {key} to the folder"
         )
-    file = Path(locate(path, key)) / "config.json"
+    place = Path(locate(path, key))
+    if is_adapter(place):
+        return read_architecture(base_of_adapter(place)[0], key)
+    file = place / "config.json"
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

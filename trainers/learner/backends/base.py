@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agentkit.config import LearnerConfig
 from agentkit.errors import LearnerError
+from agentkit.trainers.learner.adapter import Adapter, adapter_name
 from agentkit.trainers.learner.files import TensorFiles, write_tensors
 from agentkit.trainers.learner.optimizer import Optimizer
 from agentkit.trainers.learner.ranks import Ranks
@@ -37,6 +38,8 @@ class Backend(ABC):
 
     def __init__(self, learner: LearnerConfig, ranks: Ranks, what: str):
         self.learner, self.ranks, self.what = learner, ranks, what
+        self.adapter: Adapter | None = None
+        """The format of weight files, if the trainable weights are adapters."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -87,17 +90,20 @@ class Backend(ABC):
         finally:
             self._swap(other)
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimiser state; rank 0 holds the files, all ranks take part."""
-        self.save_weights(directory / "weights")
+    def save(self, directory: Path, weights: Path | None = None) -> None:
+        """Write weights and optimiser state; rank 0 holds the files, all ranks take part.
+
+        ``weights`` is the folder of the weights; by default one in ``directory``.
+        """
+        self.save_weights(weights or directory / "weights")
         write_tensors(directory / "moments", self.moments(), write=self.ranks.rank == 0)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, weights: Path | None = None) -> None:
         """Restore what ``save`` wrote with any back end and number of ranks; only rank 0 reads files.
 
         Raises ``LearnerError`` when it is of another model, ``CheckpointError`` when it cannot be read.
         """
-        self.load_weights(directory / "weights")
+        self.load_weights(weights or directory / "weights")
         self._weights_assigned()
         self.forget()
         for full_name, whole in self._read(directory / "moments"):
@@ -107,18 +113,21 @@ class Backend(ABC):
     def save_weights(self, directory: Path) -> None:
         """Write the trainable weights."""
         weights = ((name, self.whole(parameter)) for name, parameter in self.parameters.items())
-        write_tensors(directory, weights, write=self.ranks.rank == 0)
+        write = write_tensors if self.adapter is None else self.adapter.write
+        write(directory, weights, write=self.ranks.rank == 0)
 
     @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """Restore what ``save_weights`` wrote."""
-        expected = self._shapes()
+        of_files = str if self.adapter is None else adapter_name
+        names = {of_files(name): name for name in self.parameters}
+        expected = {of_files(name): shape for name, shape in self._shapes().items()}
         saved = {name: shape for name, _, shape in self.ranks.from_first(lambda: TensorFiles(directory).specs())}
         wrong = sorted(saved.keys() ^ expected.keys()) or [name for name in expected if saved[name] != expected[name]]
         if wrong:
             raise LearnerError(f"the saved weights are of another model: {len(wrong)} tensors differ, {wrong[0]} first")
         for name, whole in self._read(directory):
-            self.assign(name, whole)
+            self.assign(names[name], whole)
 
     @abstractmethod
     def _weights_assigned(self) -> None:
