@@ -145,6 +145,14 @@ class ModelConfig(Strict):
     the chat template leaves earlier turns alone, otherwise `rerender`."""
     window: int = Field(default=4, ge=0)
     """With `history: window`: number of earlier turns that the model sees, besides the first observation."""
+    summary: Annotated[str, AfterValidator(plugins.SUMMARY.check_name)] | None = None
+    """With `history: window`: what the model sees of the other turns. `actions` lists their actions; a plug-in makes a
+    text of them. null: only their number."""
+    summary_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a plug-in `summary`."""
+    summary_length: int = Field(default=500, ge=40)
+    """Maximum number of characters of the summary. `actions` leaves out the oldest ones; the text of a plug-in is cut
+    at its end."""
 
     @property
     def shown_turns(self) -> int | None:
@@ -539,6 +547,13 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 def _model_contradictions(model: ModelConfig) -> Iterator[str]:
     if model.history != "window" and model.window != ModelConfig.model_fields["window"].default:
         yield f"model.window={model.window} has no effect with model.history={model.history}: set history to window"
+    if model.history != "window" and model.summary is not None:
+        yield f"model.summary={model.summary} has no effect with model.history={model.history}: set history to window"
+    if model.summary is None and model.summary_length != ModelConfig.model_fields["summary_length"].default:
+        yield (
+            f"model.summary_length={model.summary_length} has no effect without model.summary: set model.summary, for "
+            "example to actions"
+        )
     own = ("add_generation_prompt", "continue_final_message", "conversation", "messages", "return_dict", "tokenize")
     for name in own:
         if name in model.template_arguments:

@@ -41,7 +41,7 @@ class RegistryError(AgentkitError):
 
 
 class PluginError(AgentkitError):
-    """A plug-in (advantage, loss, reward, filter or parser) raised, or returned something that its kind forbids."""
+    """A plug-in (advantage, loss, reward, filter, parser or summary) raised, or returned what its kind forbids."""
 
 
 class DataError(AgentkitError):

@@ -69,7 +69,8 @@ def locate(path: str, key: str = "model.path") -> str:
         if found is None:
             raise ConfigError(
                 f"{key}={path!r} is a directory without a model: it contains neither config.json nor "
-                "adapter_config.json nor model/ nor checkpoints/; name a Hugging Face model directory, or a run that has saved a checkpoint"
+                "adapter_config.json nor model/ nor checkpoints/; name a Hugging Face model directory, or a run that "
+                "has saved a checkpoint"
             )
         return str(found)
     if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:

@@ -1,8 +1,8 @@
-"""Parts of the trainer that other packages can provide: advantages, losses, rewards, parsers and filters.
+"""Parts of the trainer that other packages can provide: advantages, losses, rewards, filters, parsers and summaries.
 
 A configuration names such a part in one of three ways: a built-in name, the name of an entry point of an installed
-distribution (group ``agentkit.advantages``, ``agentkit.losses``, ``agentkit.rewards``, ``agentkit.parsers`` or
-``agentkit.filters``), or ``package.module:function``. A plug-in is a function (or a class);
+distribution (group ``agentkit.advantages``, ``agentkit.losses``, ``agentkit.rewards``, ``agentkit.filters``,
+``agentkit.parsers`` or ``agentkit.summaries``), or ``package.module:function``. A plug-in is a function (or a class);
 ``docs/plugins.md`` describes the arguments and the result of each kind.
 
 Invariant: a name is checked without running code of a plug-in; ``Kind.load`` imports the one that is named. An
@@ -373,4 +373,12 @@ PARSER = Kind(
     ("actions_per_turn",),
     dict.fromkeys(("tagged", "plain")),
 )
-KINDS = (ADVANTAGE, LOSS, REWARD, FILTER, PARSER)
+SUMMARY = Kind(
+    "summary",
+    "agentkit.summaries",
+    "model.summary",
+    "model.summary_options",
+    ("turns",),
+    dict.fromkeys(("actions",)),
+)
+KINDS = (ADVANTAGE, LOSS, REWARD, FILTER, PARSER, SUMMARY)

@@ -88,6 +88,7 @@ def plugin_problems(config: RunConfig) -> Iterator[str]:
     reward = yield from _load(plugins.REWARD, rollout.reward)
     chosen = yield from _load(plugins.FILTER, rollout.filter)
     parser = yield from _load(plugins.PARSER, env.parser)
+    summary = yield from _load(plugins.SUMMARY, config.model.summary)
     if advantage is not None:
         yield from advantage_contradictions(config, advantage.traits)
     if loss is not None:
@@ -96,6 +97,7 @@ def plugin_problems(config: RunConfig) -> Iterator[str]:
     yield from _option_problems("rollout.reward_options", rollout.reward_options, reward)
     yield from _option_problems("rollout.filter_options", rollout.filter_options, chosen)
     yield from _option_problems("env.parser_options", env.parser_options, parser)
+    yield from _option_problems("model.summary_options", config.model.summary_options, summary)
 
 
 def _load(kind: plugins.Kind, name: str | None) -> Generator[str, None, plugins.Plugin | None]:

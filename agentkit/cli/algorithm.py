@@ -29,10 +29,11 @@ Checked = Literal["advantage", "loss"]
 @app.command("list")
 def list_algorithms(
     kind: Annotated[
-        str | None, typer.Option(help="Only this kind: advantage, loss, reward, filter or parser.", show_default=False)
+        str | None,
+        typer.Option(help="Only this kind: advantage, loss, reward, filter, parser or summary.", show_default=False),
     ] = None,
 ) -> None:
-    """Show advantages, losses, rewards, filters and parsers: built in, or declared by installed packages."""
+    """Show advantages, losses, rewards, filters, parsers and summaries: built in, or declared by installed packages."""
     known = {one.name: one for one in plugins.KINDS}
     if kind is not None and kind not in known:
         raise ConfigError(f"--kind {kind}: there is no such kind; choose {', '.join(known)}")

@@ -45,7 +45,7 @@ class ChatPlayer:
             shown = observation = await env.reset(trajectory.seed)
             waited = time.perf_counter() - begun
             for number in range(rules.source.max_turns):
-                messages = conversation(self._system, trajectory.turns, shown, rules.shown_turns)
+                messages = conversation(self._system, trajectory.turns, shown, rules.shown_turns, rules.summarize)
                 try:
                     turn = await self._answer(trajectory, messages, seeds[number] % _MAX_SEED)
                 except ContextExceeded as error:

@@ -22,6 +22,7 @@ from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.source import EnvSource
+from agentkit.trainers.rollout.summary import Summarize, make_summary
 from agentkit.types import IntArray, Trajectory, Turn
 
 _NOTHING: IntArray = np.empty(0, np.int32)
@@ -44,6 +45,8 @@ class EpisodeRules:
     """The run's seed; the sampling seeds of all requests follow from it."""
     shown_turns: int | None = None
     """Earlier turns that a chat endpoint is shown; None: all. (A renderer has its own.)"""
+    summarize: Summarize | None = None
+    """What a chat endpoint is shown of the other turns."""
     stream: int = 0
     """Use of the episodes (training 0, evaluation 1); uses share neither sessions nor random numbers."""
 
@@ -58,6 +61,7 @@ class EpisodeRules:
             format_penalty=config.env.format_penalty,
             seed=config.seed,
             shown_turns=config.model.shown_turns,
+            summarize=make_summary(config.model),
         )
 
 

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentkit.trainers.rollout.summary import Summarize
 from agentkit.types import Message, Turn
 
 
-def conversation(system: str, turns: Sequence[Turn], observation: str, window: int | None = None) -> list[Message]:
+def conversation(
+    system: str,
+    turns: Sequence[Turn],
+    observation: str,
+    window: int | None = None,
+    summarize: Summarize | None = None,
+) -> list[Message]:
     """Return the messages before the next answer.
 
     Args:
@@ -19,13 +26,17 @@ def conversation(system: str, turns: Sequence[Turn], observation: str, window: i
         observation: what the answer replies to.
         window: maximum number of earlier turns; None shows all. Where turns are left out, the first message of the
             user is the first observation, which often states the task, followed by the next observation that is shown.
+        summarize: makes a text of the turns that are left out; it is shown between these two observations.
     """
     left_out = 0 if window is None else max(0, len(turns) - window)
     shown = turns[left_out:]
     observations = [*(turn.observation for turn in shown), observation]
     if left_out:
         omitted = "1 turn is" if left_out == 1 else f"{left_out} turns are"
-        observations[0] = f"{turns[0].observation}\n\n[{omitted} left out here.]\n\n{observations[0]}"
+        note = f"{omitted} left out here."
+        if summarize is not None and (summary := summarize(turns[:left_out])):
+            note += f" Summary:\n{summary}"
+        observations[0] = f"{turns[0].observation}\n\n[{note}]\n\n{observations[0]}"
     messages = [Message("system", system), Message("user", observations[0])]
     for turn, answered in zip(shown, observations[1:], strict=True):
         messages += [Message("assistant", turn.response), Message("user", answered)]

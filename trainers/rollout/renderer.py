@@ -16,6 +16,7 @@ from agentkit.config import ModelConfig
 from agentkit.errors import RendererError
 from agentkit.trainers.rollout.appending import Parts, no_end_of_turn, parts_of
 from agentkit.trainers.rollout.history import conversation
+from agentkit.trainers.rollout.summary import Summarize, make_summary
 from agentkit.trainers.rollout.template import ANSWER, OBSERVATION, SYSTEM, ChatTemplate, changes, int32
 from agentkit.types import IntArray, Message, Turn
 
@@ -34,6 +35,7 @@ class ChatRenderer:
         tokenizer: of transformers.
         rerenders: render the whole conversation for each prompt, instead of appending turns.
         window: with ``rerenders``: maximum number of earlier turns in a prompt; None shows all.
+        summarize: with ``window``: makes a text of the turns that are left out.
         arguments: further variables of the template.
 
     Raises:
@@ -46,12 +48,13 @@ class ChatRenderer:
         *,
         rerenders: bool = False,
         window: int | None = None,
+        summarize: Summarize | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = ChatTemplate(tokenizer, arguments)
         self.rerenders = rerenders
         """Whether prompts are whole conversations (``Trajectory.rerendered``)."""
-        self._window = window
+        self._window, self._summarize = window, summarize
         self._parts: Parts | None = None if rerenders else parts_of(self.template)
         token = _end_of_turn(self.template) if self._parts is None else self._parts.end_of_turn
         self.end_of_turn: int = self.template.special[token]
@@ -67,7 +70,8 @@ class ChatRenderer:
         With ``rerenders``, these are all ids that the engine is to see; otherwise those after the last action.
         """
         if self.rerenders:
-            return self.template.prompt_ids(conversation(system, turns, observation, self._window))
+            messages = conversation(system, turns, observation, self._window, self._summarize)
+            return self.template.prompt_ids(messages)
         if not turns:
             return self.first(system, observation)
         return self.next(observation, closed=int(turns[-1].action_ids[-1]) == self.end_of_turn)
@@ -134,7 +138,9 @@ def make_renderer(model: ModelConfig, tokenizer: Any, max_turns: int) -> ChatRen
         except RendererError:
             if model.history == "append" and max_turns > 1:
                 raise
-    return ChatRenderer(tokenizer, rerenders=True, window=model.shown_turns, arguments=arguments)
+    return ChatRenderer(
+        tokenizer, rerenders=True, window=model.shown_turns, summarize=make_summary(model), arguments=arguments
+    )
 
 
 def _end_of_turn(template: ChatTemplate) -> str:

@@ -211,6 +211,20 @@ async def test_a_window_limits_the_turns_that_the_server_gets() -> None:
     assert [message["content"] for message in last[2::2]] == ["no answer 3", "no answer 4"]
 
 
+async def test_the_server_gets_the_summary_of_the_turns_that_are_left_out() -> None:
+    model = {"history": "window", "window": 1, "summary": "actions"}
+    config = RunConfig.model_validate(LAKE.model_dump() | {"model": model})
+    moves = ["Left", "Left", "Up", "Left", "Up", "Up"]  # against the walls around the start
+    with chat_server(lambda number, body: said(f"<answer>{moves[number]}</answer>")) as server:
+        result = await measure(server, range(1), config)
+    (trajectory,) = result.trajectories
+    assert [turn.actions for turn in trajectory.turns] == [(move,) for move in moves]
+    first, last = trajectory.turns[0].observation, server.requests[-1][0]["messages"]
+    note = "[4 turns are left out here. Summary:\nActions: Left (2 times); Up; Left]"
+    assert last[1]["content"] == f"{first}\n\n{note}\n\n{trajectory.turns[4].observation}"
+    assert len(last) == 4
+
+
 async def test_an_episode_that_outgrows_the_endpoint_is_truncated() -> None:
     def short(number: int, body: dict[str, Any]) -> Answer:
         return said("what?") if len(body["messages"]) < 6 else refused(400, "maximum context length is 64 tokens")

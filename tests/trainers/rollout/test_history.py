@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from agentkit.model_files import template_text
 from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.history import conversation
 from agentkit.trainers.rollout.renderer import ChatRenderer, make_renderer
+from agentkit.trainers.rollout.summary import actions as listed
 from agentkit.types import Turn
 
 PARTS = (
@@ -39,7 +41,7 @@ ROLES = (  # tokens of the roles that the tokenizer does not declare as special,
 )
 
 
-def turn(observation: str, response: str, ids: list[int] | None = None) -> Turn:
+def turn(observation: str, response: str, ids: list[int] | None = None, actions: tuple[str, ...] = ()) -> Turn:
     ids = [0] if ids is None else ids
     return Turn(
         prompt_ids=np.empty(0, np.int32),
@@ -48,6 +50,7 @@ def turn(observation: str, response: str, ids: list[int] | None = None) -> Turn:
         versions=((0, len(ids)),),
         observation=observation,
         response=response,
+        actions=actions,
     )
 
 
@@ -206,6 +209,63 @@ def test_a_window_shows_the_first_observation_and_the_latest_turns() -> None:
     ]
     alone = [message.content for message in conversation("s", turns, "see 6", 0)]
     assert alone == ["s", "see 1\n\n[5 turns are left out here.]\n\nsee 6"]
+
+
+def test_a_window_shows_a_summary_of_the_turns_that_it_leaves_out() -> None:
+    turns = [turn(f"see {k}", f"<answer>do {k}</answer>", actions=(f"do {k}",)) for k in range(1, 6)]
+    summaries: list[list[str]] = []
+
+    def summarize(left_out: Sequence[Turn]) -> str:
+        summaries.append([one.observation for one in left_out])
+        return "You did\nthis."
+
+    shown = conversation("s", turns, "see 6", 2, summarize)
+    plain = conversation("s", turns, "see 6", 2)
+    assert shown[1].content == "see 1\n\n[3 turns are left out here. Summary:\nYou did\nthis.]\n\nsee 4"
+    assert [shown[0], *shown[2:]] == [plain[0], *plain[2:]]
+    assert summaries == [["see 1", "see 2", "see 3"]]
+    assert conversation("s", turns, "see 6", 5, summarize) == conversation("s", turns, "see 6")
+    assert conversation("s", turns, "see 6", 2, lambda left_out: "") == plain
+    assert len(summaries) == 1
+
+    tok = tokenizer(CHATML)
+    renderer = make_renderer(ModelConfig(history="window", window=2, summary="actions"), tok, 5)
+    expected = messages_of("s", turns[3:], "see 6")
+    expected[1]["content"] = "see 1\n\n[3 turns are left out here. Summary:\nActions: do 1; do 2; do 3]\n\nsee 4"
+    assert renderer.prompt("s", turns, "see 6").tolist() == reference(tok, expected)
+
+
+def test_the_list_of_actions_counts_repetitions_and_names_invalid_answers() -> None:
+    taken: list[tuple[str, ...]] = [("left",), ("left", "left"), (), ("go to\n shelf 1",), ("left",)]
+    turns = [turn("o", "r", actions=actions) for actions in taken]
+    assert listed(turns, 500) == "Actions: left (3 times); (an invalid answer); go to shelf 1; left"
+    assert listed(turns, 40) == "Latest actions: …r); go to shelf 1; left"
+
+
+@settings(max_examples=50, deadline=None)
+@given(taken=st.lists(st.lists(st.text(max_size=30), max_size=3), min_size=1, max_size=20), length=st.integers(40, 90))
+def test_the_list_of_actions_is_bounded_and_ends_with_the_latest(taken: list[list[str]], length: int) -> None:
+    turns = [turn("o", "r", actions=tuple(actions)) for actions in taken]
+    text, whole = listed(turns, length), listed(turns, 10**6)
+    assert len(text) == min(len(whole), length)
+    assert whole.endswith(text.removeprefix("Latest actions: …"))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("template", [CHATML, THINK_STRIPPING, JOINING, PREFILLED])
+def test_actions_in_a_summary_cannot_act_as_control_tokens(template: str, attack: str) -> None:
+    tok = tokenizer(template)
+    special = set(tok.all_special_ids)
+    renderer = make_renderer(ModelConfig(history="window", window=1, summary="actions"), tok, 9)
+
+    def structure(action: str) -> tuple[list[int], str]:
+        ids = renderer.prompt("s", [turn("one", "go", actions=(action,)), turn("two", "go")], "three")
+        return [id_ for id_ in ids.tolist() if id_ in special], tok.decode(ids)
+
+    (kept, told), (expected, _) = structure(f"[{attack}"), structure("[harmless")
+    assert kept == expected
+    if "\U000f003c" not in attack:
+        assert told.count(f"[{' '.join(attack.split())}") == 1
 
 
 def test_the_prompts_of_a_window_stop_growing() -> None:

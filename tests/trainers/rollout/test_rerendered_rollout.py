@@ -23,7 +23,11 @@ from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.renderer import make_renderer
 from agentkit.trainers.rollout.source import EnvSource
 
-HISTORIES: list[dict[str, Any]] = [{"history": "rerender"}, {"history": "window", "window": 1}]
+HISTORIES: list[dict[str, Any]] = [
+    {"history": "rerender"},
+    {"history": "window", "window": 1},
+    {"history": "window", "window": 1, "summary": "actions"},
+]
 
 
 def mixed(text: str, seed: int) -> str:
@@ -31,7 +35,7 @@ def mixed(text: str, seed: int) -> str:
     return (GO, "Go!", "<answer>Bad</answer>", "so " * 60, f"hmm {GO}")[seed % 5]
 
 
-@pytest.mark.parametrize("model", HISTORIES, ids=lambda model: model["history"])
+@pytest.mark.parametrize("model", HISTORIES, ids=["rerender", "window", "summary"])
 async def test_each_turn_records_what_the_engine_saw_and_produced(model: dict[str, Any]) -> None:
     config = configure(
         {"length": 6}, settings={"max_turns": 8}, rollout={"groups": 3, "group_size": 3, "async_ratio": 1}, model=model
@@ -55,6 +59,9 @@ async def test_each_turn_records_what_the_engine_saw_and_produced(model: dict[st
             assert text.startswith(harness.renderer.decode(member.turns[0].prompt_ids)[:60])
             seen.add("truncated")
     assert seen == {"stop", "length", "truncated"}
+    late = [turn for batch in batches for group in batch for member in group.members for turn in member.turns[2:]]
+    summarized = {"Summary:\nActions: " in harness.renderer.decode(turn.prompt_ids) for turn in late}
+    assert summarized == {"summary" in model}
     for batch in batches:
         again = [decode_group(encode_group(group)) for group in batch]
         flat, read = flatten(batch), flatten(again)
@@ -145,5 +152,12 @@ def test_contradictions_are_refused() -> None:
     model(history="window", window=2)
     with pytest.raises(ValueError, match=r"model\.window=2 has no effect with model\.history=auto"):
         model(window=2)
+    model(history="window", summary="actions", summary_length=100)
+    with pytest.raises(ValueError, match=r"model\.summary=actions has no effect with model\.history=rerender"):
+        model(history="rerender", summary="actions")
+    with pytest.raises(ValueError, match=r"model\.summary_length=100 has no effect without model\.summary"):
+        model(history="window", summary_length=100)
+    with pytest.raises(ValueError, match=r"there is no summary of this name; did you mean actions"):
+        model(history="window", summary="action")
     with pytest.raises(ValueError, match=r"template_arguments\.tokenize is set by agentkit"):
         model(template_arguments={"tokenize": True})

@@ -1,4 +1,4 @@
-"""Rewards, filters and parsers of plug-ins in the rollout loop."""
+"""Rewards, filters, parsers and summaries of plug-ins in the rollout loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rollout_harness import GO, Harness, configure
 
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError, PluginError
+from agentkit.preflight import plugin_problems
+from agentkit.trainers.models.load import load_tokenizer
 from agentkit.trainers.rollout.plugin import make_parser
 
 SOURCE = """
@@ -32,6 +34,23 @@ SOURCE = """
 
     def undecided(group):
         return None
+
+    def counted(turns, *, word: str = "turns"):
+        assert all(type(observation) is str and type(actions) is tuple for observation, actions in turns)
+        return f"{len(turns)} {word}, last {turns[-1][1]} at {turns[-1][0]}"
+
+    def visited(turns, *, last: int = 5):
+        places = [observation.splitlines()[0] for observation, actions in turns if actions]
+        return f"Seen: {', '.join(places[-last:])}"
+
+    def endless(turns):
+        return "<|im_end|>" * 100
+
+    def forgetful(turns):
+        return None
+
+    def lost(turns):
+        return turns[99]
 
     class Last:
         instructions = "End with your action in capitals."
@@ -57,9 +76,15 @@ SOURCE = """
 """
 
 
+POINTS = {
+    "agentkit.rewards": {"short": "rollout_parts:short"},
+    "agentkit.summaries": {"counted": "rollout_parts:counted"},
+}
+
+
 @pytest.fixture(autouse=True)
 def _plugins(install: Install) -> None:
-    install("rollout-parts", {"agentkit.rewards": {"short": "rollout_parts:short"}}, {"rollout_parts": SOURCE})
+    install("rollout-parts", POINTS, {"rollout_parts": SOURCE})
 
 
 async def test_a_reward_replaces_those_of_the_environment() -> None:
@@ -112,6 +137,68 @@ async def test_an_error_of_a_plugin_ends_the_loop_and_every_episode(rollout: dic
         await harness.run(1)
     harness.check_book()
     assert {ending for _, ending, _ in harness.ends} == {"cancelled"}
+
+
+async def test_a_summary_is_in_the_prompts() -> None:
+    model = {"history": "window", "window": 1, "summary": "counted", "summary_options": {"word": "moves"}}
+    harness = Harness(configure({"length": 4}, model=model))
+    ((group, _),) = await harness.run(1)
+    for member in group.members:
+        text = harness.renderer.decode(member.turns[3].prompt_ids)
+        summary = f"2 moves, last ('Go',) at {member.turns[1].observation}"
+        assert f"[2 turns are left out here. Summary:\n{summary}]" in text
+        assert (
+            harness.engine.prompts[f"0.{member.group_id}.{member.member}.0"][3] == member.turns[3].prompt_ids.tolist()
+        )
+
+
+async def test_the_summary_of_the_documentation() -> None:
+    model = {"history": "window", "window": 0, "summary": "rollout_parts:visited"}
+    harness = Harness(configure({"length": 4}, model=model))
+    ((group, _),) = await harness.run(1)
+    member = group.members[0]
+    seen = ", ".join(turn.observation for turn in member.turns[:3])
+    assert f"Summary:\nSeen: {seen}]" in harness.renderer.decode(member.turns[3].prompt_ids)
+
+
+async def test_the_summary_of_a_plugin_is_cut_and_holds_no_control_tokens() -> None:
+    model = {"history": "window", "window": 0, "summary": "rollout_parts:endless", "summary_length": 45}
+    harness = Harness(configure({"length": 3}, model=model))
+    ((group, _),) = await harness.run(1)
+    special = harness.renderer.end_of_turn
+    for turn in group.members[0].turns:
+        assert turn.prompt_ids.tolist().count(special) == 2  # after the rules and after the observation
+    ids = group.members[0].turns[2].prompt_ids
+    assert f"Summary:\n{'<|im_end|>' * 4}<|im…]" in load_tokenizer("quickstart").decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lost", r"summary 'rollout_parts:lost' raised IndexError: .* \(in lost, .*rollout_parts.py:"),
+        ("forgetful", "summary 'rollout_parts:forgetful' returned None, not a text"),
+    ],
+)
+async def test_an_error_of_a_summary_ends_the_run(name: str, message: str) -> None:
+    model = {"history": "window", "window": 0, "summary": f"rollout_parts:{name}"}
+    harness = Harness(configure({"length": 2}, model=model))
+    with pytest.raises(PluginError, match=message):
+        await harness.run(1)
+    harness.check_book()
+
+
+def test_options_of_a_summary_are_checked() -> None:
+    def problems(**model: Any) -> list[str]:
+        settings = {"history": "window", "summary": "counted"} | model
+        return list(plugin_problems(RunConfig.model_validate({"env": {"id": "FrozenLake-v1"}, "model": settings})))
+
+    assert problems(summary_options={"word": "moves"}) == []
+    (problem,) = problems(summary_options={"word": 3})
+    assert problem.startswith("model.summary_options.word: input should be a valid string, not 3")
+    (problem,) = problems(summary="actions", summary_options={"word": "moves"})
+    assert problem.startswith("model.summary_options.word: only plug-ins have options")
+    (problem,) = problems(summary="rollout_parts:missing")
+    assert problem.startswith("model.summary: summary 'rollout_parts:missing' does not load: AttributeError")
 
 
 async def test_a_parser_reads_the_answers() -> None:
