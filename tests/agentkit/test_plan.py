@@ -54,6 +54,13 @@ def test_a_folder_is_planned_from_its_configuration_alone(folder: Path) -> None:
     assert value(output, "KV cache") == shown(16 * 1024 * 2 * 8 * 256 * 4)
 
 
+def test_an_adapter_is_planned_as_its_base_model(folder: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "an_adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    assert plan(f"model.path={adapter}").splitlines()[2:] == plan(f"model.path={folder}").splitlines()[2:]
+
+
 def test_quickstart_is_planned() -> None:
     assert "418,656 parameters" in plan("model.path=quickstart")
 

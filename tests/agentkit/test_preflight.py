@@ -205,6 +205,31 @@ def test_a_model_that_transformers_saved_has_them(tmp_path: Path) -> None:
     assert list(model_files.problems(str(tmp_path), "model.path", chat=True)) == []
 
 
+def test_an_adapter_needs_its_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    adapter.mkdir()
+    for name, content in MODEL.items():
+        if name != "config.json":
+            (adapter / name).write_text(json.dumps(content))
+    settings: dict[str, Any] = {"base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (problem,) = problems(f"model.path={adapter}")
+    assert problem.startswith(
+        f"the base model of the adapter {adapter} cannot be used: model.path={str(base)!r} does not"
+    )
+    base.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (base / name).write_text(json.dumps(MODEL[name]))
+    assert problems(f"model.path={adapter}") == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = (line for line in problems(f"model.path={adapter}") if "adapter" in line)
+    assert "pip install 'agentkit-rl[lora]'" in problem
+    monkeypatch.undo()
+    (adapter / "adapter_config.json").write_text("{}")
+    (problem,) = problems(f"model.path={adapter}")
+    assert "names no base model" in problem
+
+
 def test_a_critics_model_needs_no_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text(json.dumps(MODEL[name]))

@@ -85,6 +85,45 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint_and_tidying_finishes_
     assert number > 15, "the kills did not cover the work"
 
 
+def test_a_kill_while_a_model_is_added_leaves_the_adapter_or_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tmp_path / "before" / "checkpoints"
+    for step in (1, 2):
+        partial = checkpoint.begin(before, step)
+        (partial / "learner" / "adapter").mkdir(parents=True)
+        (partial / "learner" / "adapter" / "weights").write_text(f"adapter {step}")
+        checkpoint.commit(partial, step, rollout={}, state={}, keep=KEEP)
+    assert (tmp_path / "before" / "model" / "weights").read_text() == "adapter 2"
+    number, done, seen = 0, False, set()
+    while not done:
+        number += 1
+        run = tmp_path / f"kill-{number}"
+        shutil.copytree(tmp_path / "before", run, symlinks=True)
+        with monkeypatch.context() as patch:
+            asked = kill_at(number, patch)
+            try:
+                partial = checkpoint.begin(run / "checkpoints", 2)
+                (partial / "model").mkdir()
+                for name in ("weights", "config"):
+                    (partial / "model" / name).write_text(f"{name} 2")
+                checkpoint.add_model(partial, checkpoint.list_checkpoints(run / "checkpoints")[-1], keep=KEEP)
+                done = True
+            except Killed:
+                pass
+        checkpoint.tidy(run / "checkpoints", KEEP)
+        newest = checkpoint.list_checkpoints(run / "checkpoints")[-1]
+        whole = newest.whole_model.is_dir()
+        seen.add(whole)
+        files = {path.name: path.read_text() for path in newest.model.iterdir()}
+        assert files == ({"weights": "weights 2", "config": "config 2"} if whole else {"weights": "adapter 2"})
+        assert (run / "model").resolve() == newest.model.resolve()
+        assert len(os.listdir(run / "checkpoints")) == KEEP
+        assert (done, whole) != (True, False)
+        assert done or asked() == number
+    assert seen == {False, True}
+
+
 def test_a_damaged_checkpoint_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (tmp_path / "checkpoints" / "step-000001" / "state.json").write_text("{")

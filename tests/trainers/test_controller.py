@@ -196,6 +196,70 @@ async def test_a_stop_leaves_a_checkpoint_and_resuming_equals_never_having_stopp
     assert final[0] == final[1]
 
 
+async def test_a_run_with_adapters_saves_them_alone_and_the_whole_model_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common: dict[str, Any] = {"deterministic": True, "steps": 3, "model": {"lora": {"rank": 2}}}
+    common |= {"checkpoint": {"every": 1, "keep": 10}, "imitation": {"episodes": 32, "batch_episodes": 16, "lr": 3e-3}}
+
+    def contents(config: RunConfig) -> dict[str, bool]:
+        """Return each checkpoint, and whether it holds the whole model."""
+        folders = {path.name: {item.name for item in path.iterdir()} for path in config.dir.glob("checkpoints/*")}
+        for path in config.dir.glob("checkpoints/*"):
+            assert (path / "learner" / "adapter" / "adapter_model.safetensors").is_file()
+            assert folders[path.name] - {"model"} == {"learner", "rollout.bin", "state.json"}
+        return {name: "model" in items for name, items in sorted(folders.items())}
+
+    def weights(config: RunConfig, name: str = "") -> dict[str, torch.Tensor]:
+        model = config.model.model_copy(update={"path": str(config.dir / name), "lora": None})
+        return load_policy(model, seed=99).state_dict()
+
+    whole, parts = small(tmp_path / "whole", **common), small(tmp_path / "parts", **common)
+    await go(whole)
+    steps = [f"step-{step:06d}" for step in range(4)]
+    assert contents(whole) == dict(zip(steps, [False, False, False, True], strict=True))
+    assert (whole.dir / "model" / "config.json").is_file()
+    final = weights(whole)
+    merged = weights(whole, f"checkpoints/{steps[3]}/learner/adapter")
+    assert all(torch.equal(value, final[name]) for name, value in merged.items())
+
+    # A stopped run has an adapter, which is evaluated as a model is.
+    await go(parts, stop_after=2)
+    assert contents(parts) == dict.fromkeys(steps[:3], False)
+    assert (parts.dir / "model" / "adapter_config.json").is_file()
+    fresh = load_policy(parts.model, parts.seed).state_dict()
+    assert any(not torch.equal(value, fresh[name]) for name, value in weights(parts).items())
+    evaluated = await asyncio.to_thread(agentkit.evaluate, parts.dir, episodes=2)
+    assert evaluated.episodes == 2
+
+    # A run that dies while it exports the model does so when it is resumed.
+    with monkeypatch.context() as patch:
+        patch.setattr(controller.checkpoint, "add_model", lambda *arguments, **named: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await go(parts, resume=True)
+    assert (parts.dir / "checkpoints" / "partial-000003" / "model" / "config.json").is_file()
+    await go(parts, resume=True)
+    assert contents(parts) == contents(whole)
+    resumed = weights(parts)
+    assert all(torch.equal(value, final[name]) for name, value in resumed.items())
+
+    # More steps continue from the adapter.
+    more = small(parts.dir, **common | {"steps": 4})
+    await go(more, resume=True)
+    assert contents(more) == contents(whole) | {"step-000004": True}
+    assert (more.dir / "model").resolve() == more.dir.resolve() / "checkpoints" / "step-000004" / "model"
+
+
+async def test_a_stopped_run_with_adapters_is_finished_at_its_step(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": {"lora": {"rank": 2}}}
+    await go(small(tmp_path / "run", steps=5, **common), stop_after=1)
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+    result, watcher = await go(small(tmp_path / "run", steps=1, **common), resume=True)
+    assert result.finished
+    assert (result.steps, watcher.metrics) == (1, [])
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
 async def test_there_is_nothing_to_resume_without_a_checkpoint(tmp_path: Path) -> None:
     config = small(tmp_path / "run")
     RunDirectory.create(config).release()

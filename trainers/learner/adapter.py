@@ -59,7 +59,7 @@ def adapter_name(parameter: str) -> str:
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> Adapter:
-    """Insert the adapters of ``config.lora``; only they are trainable. ``seed`` is the one that ``model`` was made with.
+    """Insert the adapters of ``config.lora``; only they are trainable. ``seed`` is the one that made ``model``.
 
     Raises ``LearnerError`` if PEFT is missing, or the model has no such modules.
     """

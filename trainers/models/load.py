@@ -1,7 +1,7 @@
 """Loading of a policy or a tokenizer from ``model.path``, which may be an adapter in the format of PEFT.
 
-Invariant: a loaded policy is a plain model; an adapter is merged into its base model. Every failure to load is one error that names the path and the remedy; nothing is downloaded
-unless the path is a name on the hub.
+Invariant: a loaded policy is a plain model; an adapter is merged into its base model. Every failure to load
+is one error that names the path and the remedy; nothing is downloaded unless the path is a name on the hub.
 """
 
 from __future__ import annotations

@@ -40,6 +40,11 @@ async def trained(config: RunConfig, batch: Any, directory: Path) -> torch.Tenso
     return logits
 
 
+def set_base(adapter: str, base: str | None) -> None:
+    file = Path(adapter, "adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+
+
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits.float()
@@ -124,14 +129,15 @@ async def test_an_adapter_without_its_base_model_is_an_error(configure, make_bat
     await trained(configure(model={"lora": LORA, "path": str(base)}), make_batch(1), tmp_path)
     adapter = str(tmp_path / "state" / "adapter")
     build_quickstart(tmp_path / "other")
-    named = Path(adapter, "adapter_config.json")
-    named.write_text(named.read_text().replace(str(base), str(tmp_path / "other")))
+    set_base(adapter, str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"the adapter of model.path=.*does not load"):
         load_policy(ModelConfig(path=adapter, device="cpu"), seed=0)
     shutil.rmtree(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"base model of the adapter .*/other' does not exist.*base_model_name_or_path"):
+    with pytest.raises(
+        ConfigError, match=r"base model of the adapter .*/other' does not exist.*base_model_name_or_path"
+    ):
         load_policy(ModelConfig(path=adapter, device="cpu"), seed=0)
-    named.write_text("{}")
+    set_base(adapter, None)
     with pytest.raises(ConfigError, match="names no base model: set base_model_name_or_path"):
         load_policy(ModelConfig(path=adapter, device="cpu"), seed=0)
 

@@ -49,3 +49,9 @@ def test_newest_export_of_a_run(tmp_path) -> None:
         os.utime(tmp_path / name / "config.json", (1e9 - age, 1e9 - age))
     assert model_directory(tmp_path) == tmp_path / "checkpoints/000020/model"
     assert load_policy(ModelConfig(path=str(tmp_path), device="cpu"), seed=0).num_parameters() > 0
+    adapter = tmp_path / "checkpoints/000030/learner/adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    assert model_directory(tmp_path) == adapter
+    build_quickstart(tmp_path / "checkpoints/000030/model")
+    assert model_directory(tmp_path) == tmp_path / "checkpoints/000030/model"
