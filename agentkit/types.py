@@ -10,7 +10,7 @@ This module imports only numpy: trajectories can be recorded and read without to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,29 @@ Outcome = Literal["terminated", "truncated", "voided"]
 """How an episode ended. ``voided``: its environment failed, so it is not evidence about the policy."""
 
 
+Tool = dict[str, Any]
+"""A tool as chat APIs describe it: ``{"type": "function", "function": {"name": …, "description": …, "parameters": JSON
+schema}}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+    """JSON values."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat message, before it is rendered into tokens."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
+    """``tool``: the result of the last call."""
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of the assistant, after its content."""
 
 
 @dataclass(slots=True)
