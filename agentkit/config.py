@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from agentkit import plugins
+from agentkit.tool_calls import ToolFormatName
 
 
 class Strict(BaseModel):
@@ -153,6 +154,9 @@ class ModelConfig(Strict):
     summary_length: int = Field(default=500, ge=40)
     """Maximum number of characters of the summary. `actions` leaves out the oldest ones; the text of a plug-in is cut
     at its end."""
+    tool_format: Literal["auto", ToolFormatName] = "auto"
+    """How the model writes tool calls, for environments with tools. `auto`: as its chat template does. `hermes`
+    also fits templates that write none: the system message then describes the tools."""
 
     @property
     def shown_turns(self) -> int | None:

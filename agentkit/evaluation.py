@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentkit import progress, registry
+from agentkit import progress
 from agentkit.config import RunConfig
 from agentkit.config_io import load_config
 from agentkit.errors import ConfigError
@@ -24,6 +24,7 @@ from agentkit.types import Trajectory
 if TYPE_CHECKING:
     from agentkit.trainers.rollout.evaluation import OnEpisode
     from agentkit.trainers.rollout.parser import AnswerParser
+    from agentkit.trainers.rollout.source import EnvSource
 
 
 def evaluate(
@@ -136,13 +137,16 @@ async def _play(
     config: RunConfig, model: str, seeds: range, endpoint: str | None, out: str | Path | None, on_episode: OnEpisode
 ) -> EvalResult:
     from agentkit.trainers.rollout.plugin import make_parser
+    from agentkit.trainers.rollout.source import EnvSource
+    from agentkit.trainers.rollout.tools import for_endpoint
 
     env = config.env.model_copy(update={"kwargs": {**config.env.kwargs, **config.evaluation.kwargs}})
     config = config.model_copy(update={"env": env})
-    parser = make_parser(config, env.actions_per_turn or registry.env_class(env.id).actions_per_turn)
+    source = EnvSource.of(config.env)
     if endpoint is not None:
+        parser = make_parser(config, source.actions_per_turn, for_endpoint(source.tools))
         return await _ask(config, parser, seeds, endpoint, model, on_episode)
-    return await _generate(config, parser, seeds, out, on_episode)
+    return await _generate(config, source, seeds, out, on_episode)
 
 
 async def _ask(
@@ -157,20 +161,21 @@ async def _ask(
 
 
 async def _generate(
-    config: RunConfig, parser: AnswerParser, seeds: range, out: str | Path | None, on_episode: OnEpisode
+    config: RunConfig, source: EnvSource, seeds: range, out: str | Path | None, on_episode: OnEpisode
 ) -> EvalResult:
     from transformers.utils.logging import disable_progress_bar
 
     from agentkit.trainers.models.load import load_tokenizer
     from agentkit.trainers.roles import start_engine
     from agentkit.trainers.rollout.evaluation import evaluate
+    from agentkit.trainers.rollout.plugin import make_parser
     from agentkit.trainers.rollout.renderer import make_renderer
-    from agentkit.trainers.rollout.source import EnvSource
 
     disable_progress_bar()
     with progress.work("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-        renderer = make_renderer(config.model, tokenizer, EnvSource.of(config.env).max_turns)
+        renderer = make_renderer(config.model, tokenizer, source.max_turns, source.tools)
+    parser = make_parser(config, source.actions_per_turn, renderer.tools)
     if out is not None:
         tokenizer.save_pretrained(str(Path(out) / "tokenizer"))  # `agentkit show` decodes ids with it
     temperature = config.evaluation.temperature

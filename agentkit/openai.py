@@ -8,16 +8,17 @@ and no versions of its weights, so its episodes cannot be used for training.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from agentkit.errors import EngineError
-from agentkit.types import Message
+from agentkit.types import Message, Tool
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable of the key. It is sent only to the endpoint that the user named."""
@@ -37,6 +38,8 @@ class ChatReply:
     finish_reason: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments (JSON text) of tool calls."""
 
 
 class ChatEndpoint:
@@ -88,15 +91,31 @@ class ChatEndpoint:
         await self._client.aclose()
 
     async def chat(
-        self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        tools: Sequence[Tool] = (),
     ) -> ChatReply:
-        """Return the model's reply to ``messages``. Raises ``ContextExceeded`` or another ``EngineError``."""
+        """Return the model's reply to ``messages``. Raises ``ContextExceeded`` or another ``EngineError``.
+
+        Args:
+            messages: the conversation.
+            max_tokens: maximum number of tokens of the reply.
+            temperature: of sampling.
+            seed: of sampling; servers may ignore it.
+            tools: functions that the model may call.
+        """
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [asdict(message) for message in messages],
+            "messages": _as_dicts(messages),
             "temperature": temperature,
             self._limit_name: max_tokens,
         }
+        if tools:
+            body["tools"] = list(tools)
         if seed is not None:
             body["seed"] = seed
         answer = await self._post(body)
@@ -151,16 +170,35 @@ class ChatEndpoint:
             content = answer.json()
             choice = content["choices"][0]
             usage = content.get("usage") or {}
+            message = choice["message"]
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
             return ChatReply(
-                text=choice["message"].get("content") or "",
+                text=message.get("content") or "",
                 finish_reason=choice.get("finish_reason") or "stop",
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
                 completion_tokens=int(usage.get("completion_tokens") or 0),
+                calls=tuple((function["name"], function.get("arguments") or "{}") for function in functions),
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
                 f"{self.url} does not speak the chat-completions protocol ({answer.text[:200]!r}): check the URL"
             ) from error
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form of the protocol; the result of a tool belongs to the last call."""
+    given: list[dict[str, Any]] = []
+    last = ""
+    for message in messages:
+        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        for call in message.calls:
+            last = f"call{len(given):05d}"
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            one.setdefault("tool_calls", []).append({"id": last, "type": "function", "function": function})
+        if message.role == "tool":
+            one["tool_call_id"] = last
+        given.append(one)
+    return given
 
 
 def base_url(url: str) -> str:

@@ -7,7 +7,7 @@ only from ``self.np_random``, and declares its requirements as class attributes,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from agentkit.envs.spaces import Text
+from agentkit.types import Tool
 
 Info = dict[str, Any]
 Concurrency = Literal["inline", "thread", "process"]
@@ -30,6 +31,9 @@ class EnvDeclaration:
     """Turns after which the caller truncates an episode; the environment does not count them."""
     actions_per_turn: int = 1
     """Most actions in one answer of a model. Each action is one ``step``."""
+    tools: Sequence[Tool] = ()
+    """Tools that the model calls, as chat APIs describe functions. An action is then a call as JSON,
+    ``{"name": …, "arguments": {…}}``, which ``agentkit.call_of`` reads."""
     concurrency: ClassVar[Concurrency] = "process"
     """Where ``reset`` and ``step`` may run. ``inline``: in the event loop; they return within microseconds.
     ``thread``: they wait, but always return, and share no state. ``process``: in a process, which can be killed if it
@@ -41,6 +45,11 @@ class EnvDeclaration:
     def instructions_for(cls, **kwargs: Any) -> str:
         """Return ``instructions`` for an environment with these arguments. Override it if they depend on arguments."""
         return cls.instructions
+
+    @classmethod
+    def tools_for(cls, **kwargs: Any) -> Sequence[Tool]:
+        """Return ``tools`` for an environment with these arguments. Override it if they depend on arguments."""
+        return cls.tools
 
     @classmethod
     def max_turns_for(cls, **kwargs: Any) -> int:

@@ -29,6 +29,7 @@ from agentkit.envs.base import TextEnv, expert_actions
 from agentkit.envs.spaces import Text
 from agentkit.envs.sync import SyncTextEnv
 from agentkit.text import printable
+from agentkit.tool_calls import check_tools
 
 RANDOM_STEPS = 1_000
 RANDOM_SHARE = 0.5
@@ -169,6 +170,12 @@ def _declarations(subject: Subject) -> str:
         value = getattr(cls, name)
         if not isinstance(value, int) or value < 1:
             raise Failure(f"`{name}` is {value!r}; it must be a positive integer, set on the class")
+    try:
+        tools = check_tools(cls.tools_for(**subject.kwargs))
+    except ValueError as problem:
+        raise Failure(f"`tools`: {problem}") from None
+    if tools and cls.actions_per_turn != 1:
+        raise Failure("an environment with `tools` gets one call in each turn; leave `actions_per_turn` at 1")
     if cls.concurrency not in ("inline", "thread", "process"):
         raise Failure(f"`concurrency` is {cls.concurrency!r}; it must be 'inline', 'thread' or 'process'")
     return f"max_turns={cls.max_turns}, actions_per_turn={cls.actions_per_turn}, concurrency={cls.concurrency}"

@@ -27,7 +27,7 @@ class SyncTextEnv(TextEnv):
         self.metadata = dict(env.metadata)
         self.render_mode = env.render_mode
         self.instructions, self.max_turns = env.instructions, env.max_turns
-        self.actions_per_turn = env.actions_per_turn
+        self.actions_per_turn, self.tools = env.actions_per_turn, env.tools
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self._closed = False
 

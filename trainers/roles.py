@@ -145,8 +145,8 @@ async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fiel
         source = EnvSource.of(config.env)
     with progress.work("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-        renderer = make_renderer(config.model, tokenizer, source.max_turns)
-    parser = make_parser(config, source.actions_per_turn)
+        renderer = make_renderer(config.model, tokenizer, source.max_turns, source.tools)
+    parser = make_parser(config, source.actions_per_turn, renderer.tools)
     settled = _settled(config, source.max_turns)
     async with contextlib.AsyncExitStack() as stack:
         with progress.work("reserving the cluster") if config.cluster else contextlib.nullcontext():

@@ -87,9 +87,11 @@ def info(id: Id) -> None:
     console.print(f"{inspect.getdoc(cls) or ''}\n")
     console.print("Instructions shown to the model:")
     console.print("\n".join(f"  {line}" for line in cls.instructions_for(**entry.spec.kwargs).splitlines()) + "\n")
+    tools = ", ".join(tool["function"]["name"] for tool in cls.tools_for(**entry.spec.kwargs))
     facts = {
         "turns": cls.max_turns_for(**entry.spec.kwargs),
         "actions per turn": cls.actions_per_turn,
+        "tools": tools or "none",
         "runs": "async" if inspect.iscoroutinefunction(cls.step) else cls.concurrency,
         "deterministic": "yes" if cls.deterministic else "no",
         "expert": "yes" if cls.has_expert() else "no",

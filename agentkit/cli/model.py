@@ -43,6 +43,7 @@ def check(
     require_training()
     from agentkit.trainers.models.load import load_tokenizer
     from agentkit.trainers.rollout.renderer import ChatRenderer
+    from agentkit.trainers.rollout.tool_probing import TOOL as PROBE
 
     run = {"env": {"id": "FrozenLake-v1"}, "model": {"path": path}}
     model = load_config(run, [f"model.{setting}" for setting in settings or []]).model
@@ -69,3 +70,13 @@ def check(
     typer.echo(f"model.history=auto uses {history}")
     typer.echo(f"an answer ends with {tokenizer.convert_ids_to_tokens(renderer.end_of_turn)!r}")
     typer.echo(f"the rules are {'at the start of the first user message' if merged else 'a system message'}")
+    tools = ChatRenderer(
+        tokenizer,
+        rerenders=True,
+        arguments=model.template_arguments,
+        tools=[PROBE],
+        tool_format=model.tool_format,
+    ).tools
+    assert tools is not None
+    shown = "as the chat template does" if tools.native else "and the tools are described in the system message"
+    typer.echo(f"tool calls are written in the format {tools.format.name}, {shown}")

@@ -151,6 +151,7 @@ class SandboxedEnv(AsyncTextEnv):
         self.instructions = description.instructions
         self._runs_policy_code = description.runs_policy_code
         self.max_turns, self.actions_per_turn = description.max_turns, description.actions_per_turn
+        self.tools = description.tools
         self.deterministic = description.deterministic  # pyright: ignore[reportAttributeAccessIssue]
         self.observation_space, self.action_space = description.spaces()
         self.render_mode = description.render_mode
@@ -210,6 +211,7 @@ class SandboxedTextEnv(TextEnv):
         self.description = description
         self.instructions = description.instructions
         self.max_turns, self.actions_per_turn = description.max_turns, description.actions_per_turn
+        self.tools = description.tools
         self.concurrency = "thread"  # pyright: ignore[reportAttributeAccessIssue]
         self.deterministic = description.deterministic  # pyright: ignore[reportAttributeAccessIssue]
         self.observation_space, self.action_space = description.spaces()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agentkit.envs.framing import FrameError, frame
 
-VERSION = 2
+VERSION = 3
 """Version of this protocol; the host sends its own when an environment is made."""
 JSON, PICTURE = 1, 2
 MESSAGE_LIMIT = 8 << 20

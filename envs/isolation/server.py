@@ -89,6 +89,7 @@ def describe(id: str, kwargs: dict[str, Any], env: TextEnv | AsyncTextEnv) -> di
         "instructions": type(real).instructions_for(**arguments),
         "max_turns": env.max_turns,
         "actions_per_turn": env.actions_per_turn,
+        "tools": list(type(real).tools_for(**arguments)),
         # Coroutines are run one after the other.
         "concurrency": "process" if real is not env else env.concurrency,
         "deterministic": real.deterministic,

@@ -16,6 +16,8 @@ import numpy as np
 from agentkit.envs.base import Concurrency, Info
 from agentkit.envs.spaces import Text
 from agentkit.errors import EnvContractError
+from agentkit.tool_calls import check_tools
+from agentkit.types import Tool
 
 TEXT_LIMIT = 1 << 20
 """Characters of the longest observation, rendering or instructions."""
@@ -34,6 +36,7 @@ class Description:
     instructions: str
     max_turns: int
     actions_per_turn: int
+    tools: tuple[Tool, ...]
     concurrency: Concurrency
     deterministic: bool
     has_expert: bool
@@ -63,6 +66,7 @@ def check_description(value: Any) -> Description:
         instructions=check_text("instructions", value["instructions"]),
         max_turns=_count("max_turns", value["max_turns"]),
         actions_per_turn=_count("actions_per_turn", value["actions_per_turn"]),
+        tools=_tools(value["tools"]),
         concurrency=value["concurrency"],
         deterministic=_flag("deterministic", value["deterministic"]),
         has_expert=_flag("has_expert", value["has_expert"]),
@@ -181,6 +185,13 @@ def _texts(name: str, value: Any, limit: int = _EXAMPLES_LIMIT) -> tuple[str, ..
     if type(value) not in (tuple, list) or len(value) > limit:
         raise EnvContractError(f"{name} is {short(value)}, which is not a list of at most {limit} texts")
     return tuple(check_text(name, item) for item in value)
+
+
+def _tools(value: Any) -> tuple[Tool, ...]:
+    try:
+        return check_tools(value)
+    except ValueError as error:
+        raise EnvContractError(f"the description of the environment: {error}") from None
 
 
 def _space(name: str, value: Any) -> tuple[int | None, tuple[str, ...]]:

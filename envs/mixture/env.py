@@ -174,6 +174,8 @@ def _class(domain: Domain) -> tuple[type[Any], dict[str, Any]]:
 def _check(domain: Domain) -> None:
     cls, arguments = _class(domain)
     registry.check_arguments(domain.id, cls, arguments)
+    if cls.tools_for(**arguments):
+        raise ConfigError(f"{domain.id} has tools, which differ between domains; train on it without a mixture")
     if domain.sandbox is None and issubclass(cls, TextEnv) and cls.concurrency == "process":
         raise ConfigError(
             f"{domain.id} needs a separate process, because it may hang; give its domain a sandbox, such as "

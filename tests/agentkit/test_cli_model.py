@@ -30,6 +30,20 @@ def test_a_template_that_leaves_history_alone() -> None:
     assert "append │ yes" in text
     assert "rerender │ yes" in text
     assert "model.history=auto uses append an answer ends with '<|im_end|>' the rules are a system message" in text
+    assert "tool calls are written in the format hermes, and the tools are described in the system message" in text
+
+
+def test_a_template_with_tools(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    code, text = check("quickstart", f"chat_template={tmp_path / 'chat.jinja'}")
+    assert code == 0
+    assert "tool calls are written in the format hermes, as the chat template does" in text
 
 
 def test_a_template_that_rewrites_history(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from agentkit.errors import RendererError
-from agentkit.trainers.rollout.template import ANSWER, OBSERVATION, SYSTEM, ChatTemplate, changes
+from agentkit.trainers.rollout.template import ChatTemplate, changes
+from agentkit.trainers.rollout.tool_probing import ANSWER, CALLS, OBSERVATION, OPENING, RESULTS, SYSTEM
 from agentkit.types import Message
 
 _SECOND, _THIRD = "Qsecond2Q", "Qthird3Q"
@@ -27,6 +28,9 @@ class Parts(NamedTuple):
     """Ends an answer; its last token is ``end_of_turn``."""
     open: str
     end_of_turn: str
+    called: str | None = None
+    """What comes before the result of a tool: ``head SYSTEM after_system OBSERVATION tail``, a call and
+    ``end_of_turn``. None if calls are not messages of their own."""
 
 
 def parts_of(template: ChatTemplate) -> Parts:
@@ -53,7 +57,38 @@ def parts_of(template: ChatTemplate) -> Parts:
     if token is None:
         raise no_end_of_turn(bridge)
     cut = bridge.index(token) + len(token)
-    return Parts(head, after_system, tail, bridge[:cut], bridge[cut:], token)
+    parts = Parts(head, after_system, tail, bridge[:cut], bridge[cut:], token)
+    return parts._replace(called=_called(template, parts)) if template.tools and template.tools.native else parts
+
+
+def _called(template: ChatTemplate, parts: Parts) -> str:
+    """Return what comes before the result of a tool. Raises ``RendererError`` if such turns cannot be appended."""
+    assert template.tools is not None
+    if template.tools.end != parts.end_of_turn:
+        raise RendererError(
+            f"the chat template ends an answer with {parts.end_of_turn!r}, and one with a tool call with "
+            f"{template.tools.end!r}, so what follows is not known before the answer; set model.history=rerender"
+        )
+    opening = template.render(OPENING)
+    # Some formats allow no text before a call.
+    thought = _THINKING if template.tools.read(ANSWER + template.tools.write(CALLS[1])).calls else ""
+    answers = (Message("assistant", "", CALLS[:1]), Message("assistant", thought, CALLS[1:]))
+    results = [Message("tool", text) for text in RESULTS]
+    appended = called = ""
+    for answer, result in zip(answers, results, strict=True):
+        rendered = template.render([*OPENING, answer, result])
+        if not rendered.startswith(opening) or rendered.count(result.content) != 1:
+            raise _rewrites(opening, rendered)
+        if answer.content and "Qreason8Q" not in rendered:
+            raise _rewrites(opening + answer.content, rendered)
+        called = called or rendered[: rendered.index(parts.end_of_turn, len(opening)) + len(parts.end_of_turn)]
+        appended += rendered[len(opening) :] if appended else rendered
+    appended += ANSWER + parts.close + parts.open + OBSERVATION + parts.tail
+    played = [message for turn in zip(answers, results, strict=True) for message in turn]
+    rendered = template.render([*OPENING, *played, Message("assistant", ANSWER), OPENING[1]])
+    if rendered != appended:
+        raise _rewrites(appended, rendered)
+    return called
 
 
 def no_end_of_turn(after: str) -> RendererError:

@@ -12,10 +12,12 @@ import numpy as np
 
 from agentkit.errors import ConfigError
 from agentkit.openai import ChatEndpoint, ContextExceeded
+from agentkit.tool_calls import wrap_hermes
 from agentkit.trainers.rollout.episode import EpisodeRules, act, system_message, turn_seeds
 from agentkit.trainers.rollout.history import conversation
 from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import AnswerParser
+from agentkit.trainers.rollout.tools import for_endpoint
 from agentkit.types import Message, Trajectory, Turn
 
 _MAX_SEED = 2**31
@@ -29,6 +31,7 @@ class ChatPlayer:
         self.endpoint = endpoint
         self.parser = parser
         self.rules = rules
+        self._tools = for_endpoint(rules.source.tools)
         self._system = system_message(rules.source.instructions, parser)
 
     async def play(self, trajectory: Trajectory, env: EnvHandle) -> None:
@@ -45,7 +48,9 @@ class ChatPlayer:
             shown = observation = await env.reset(trajectory.seed)
             waited = time.perf_counter() - begun
             for number in range(rules.source.max_turns):
-                messages = conversation(self._system, trajectory.turns, shown, rules.shown_turns, rules.summarize)
+                messages = conversation(
+                    self._system, trajectory.turns, shown, rules.shown_turns, rules.summarize, self._tools
+                )
                 try:
                     turn = await self._answer(trajectory, messages, seeds[number] % _MAX_SEED)
                 except ContextExceeded as error:
@@ -74,18 +79,23 @@ class ChatPlayer:
     async def _answer(self, trajectory: Trajectory, messages: list[Message], seed: int) -> Turn:
         start = time.perf_counter()
         reply = await self.endpoint.chat(
-            messages, max_tokens=self.rules.max_tokens, temperature=self.rules.temperature, seed=seed
+            messages,
+            max_tokens=self.rules.max_tokens,
+            temperature=self.rules.temperature,
+            seed=seed,
+            tools=self.rules.source.tools,
         )
+        text = "\n".join([*filter(None, [reply.text]), *(wrap_hermes(*call) for call in reply.calls)])
         for name, count in (("prompt_tokens", reply.prompt_tokens), ("completion_tokens", reply.completion_tokens)):
             trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + count
-        answer = self.parser.parse(reply.text)
+        answer = self.parser.parse(text)
         return Turn(
             prompt_ids=np.empty(0, np.int32),
             action_ids=np.empty(0, np.int32),
             action_logprobs=np.empty(0, np.float32),
             versions=(),
             finish_reason="length" if reply.finish_reason == "length" else "stop",
-            response=reply.text,
+            response=text,
             actions=answer.actions,
             valid=answer.valid,
             generate_s=time.perf_counter() - start,

@@ -70,9 +70,10 @@ def system_message(instructions: str, parser: AnswerParser) -> str:
     return f"{instructions.strip()}\n\n{parser.instructions}" if instructions.strip() else parser.instructions
 
 
-def invalid_answer_message(observation: str, parser: AnswerParser) -> str:
-    """The message after an answer with an invalid format; the environment has not been stepped."""
-    return f"Your answer had no valid format. {parser.instructions}\n{observation}"
+def invalid_answer_message(observation: str, parser: AnswerParser, problem: str = "") -> str:
+    """The message after an answer with an invalid format (``ParsedAnswer.problem``); the environment has not been
+    stepped."""
+    return f"{problem or f'Your answer had no valid format. {parser.instructions}'}\n{observation}"
 
 
 class Acted(NamedTuple):
@@ -102,7 +103,7 @@ async def act(
         trajectory.metrics.update({f"{TASK}{name}": value for name, value in metrics.items()})
         shown = observation
     else:
-        shown = invalid_answer_message(observation, parser)
+        shown = invalid_answer_message(observation, parser, parser.parse(turn.response).problem)
     if not turn.valid:
         turn.reward += format_penalty
     return Acted(observation, shown, terminated, truncated)

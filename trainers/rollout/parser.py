@@ -22,6 +22,8 @@ class ParsedAnswer:
 
     actions: tuple[str, ...]
     valid: bool
+    problem: str = ""
+    """Why the format is invalid, for the model; empty: the parser's instructions say it."""
 
 
 _INVALID = ParsedAnswer((), valid=False)

@@ -15,6 +15,7 @@ from agentkit.errors import ConfigError
 from agentkit.plugins import FILTER, PARSER, REWARD
 from agentkit.trainers.rollout.counters import TASK
 from agentkit.trainers.rollout.parser import ActionParser, AnswerParser, ParsedAnswer
+from agentkit.trainers.rollout.tools import ToolParser, ToolUse, check_settings
 from agentkit.types import Group, Trajectory
 
 ENV_RETURN = f"{TASK}env_return"
@@ -62,14 +63,17 @@ def group_filter(config: RolloutConfig) -> Callable[[Group], bool]:
     return keeps
 
 
-def make_parser(config: RunConfig, actions_per_turn: int) -> AnswerParser:
-    """Return the parser that ``config.env.parser`` names.
+def make_parser(config: RunConfig, actions_per_turn: int, tools: ToolUse | None = None) -> AnswerParser:
+    """Return the parser that ``config.env.parser`` names, or that of tool calls if the environment has tools.
 
     Raises:
-        ConfigError: a plug-in cannot write answers, and imitation needs them.
+        ConfigError: a plug-in cannot write answers, and imitation needs them; or settings do not fit tools.
         PluginError: a plug-in is not a parser.
     """
     name = config.env.parser
+    if tools is not None:
+        check_settings(config.env.id, name, actions_per_turn)
+        return ToolParser(tools)
     if name == "tagged" or name == "plain":
         return ActionParser(name, actions_per_turn)
     parser = _PluginParser(name, config.env.parser_options, actions_per_turn)

@@ -15,7 +15,9 @@ from agentkit.config import EnvConfig
 from agentkit.envs.isolation.redundancy import RecoveryMode, Redundancy
 from agentkit.errors import ConfigError
 from agentkit.sandboxes.pool.health import HealthPolicy
+from agentkit.tool_calls import check_tools
 from agentkit.trainers.rollout.contract import crashed
+from agentkit.types import Tool
 
 if TYPE_CHECKING:  # sandboxes are imported only if they are used
     from agentkit.envs.isolation.placement import Placement
@@ -37,6 +39,7 @@ class EnvSource:
     actions_per_turn: int
     step_timeout: float
     reset_timeout: float
+    tools: tuple[Tool, ...] = ()
     has_expert: bool = False
     runs_policy_code: bool = False
     recovery: RecoveryMode = "retry"
@@ -79,6 +82,7 @@ class EnvSource:
             instructions=env.instructions_for(**kwargs),
             max_turns=config.max_turns or env.max_turns_for(**kwargs),
             actions_per_turn=config.actions_per_turn or env.actions_per_turn,
+            tools=_tools(config.id, env.tools_for(**kwargs)),
             step_timeout=config.step_timeout,
             reset_timeout=config.reset_timeout,
             has_expert=env.has_expert(),
@@ -106,6 +110,7 @@ class EnvSource:
             instructions=said.instructions,
             max_turns=config.max_turns or said.max_turns,
             actions_per_turn=config.actions_per_turn or said.actions_per_turn,
+            tools=said.tools,
             step_timeout=config.step_timeout,
             reset_timeout=config.reset_timeout,
             has_expert=said.has_expert,
@@ -149,6 +154,13 @@ class EnvSource:
                 "imported there; move it to the top level of a module, or set env.concurrency to thread or inline"
             )
         return module, qualname, self.kwargs, main_path
+
+
+def _tools(id: str, declared: Any) -> tuple[Tool, ...]:
+    try:
+        return check_tools(declared)
+    except ValueError as error:
+        raise ConfigError(f"{id} declares its tools wrongly: {error}") from None
 
 
 def _redundancy(config: EnvConfig, recovery: RecoveryMode | None) -> Redundancy:

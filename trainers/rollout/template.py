@@ -3,7 +3,8 @@
 Invariant: the texts of messages never become control tokens and never steer the template. A template sees each text in
 other letters (``_disguised``), so it finds no marker in it. Where the text then contains a control token, the token is
 encoded as plain characters. The exception are the tags ``<think>`` and ``</think>`` in the model's own answers, which
-templates look for.
+templates look for. Arguments and results of tools keep quotation marks and backslashes, because some templates escape
+them.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from agentkit.errors import RendererError
-from agentkit.types import IntArray, Message
+from agentkit.tool_calls import ToolFormatName
+from agentkit.trainers.rollout.tool_probing import ANSWER, CONVERSATION, OBSERVATION, OPENING, SYSTEM, find_tool_use
+from agentkit.trainers.rollout.tools import ToolUse
+from agentkit.types import IntArray, Message, Tool, ToolCall
 
 if TYPE_CHECKING:  # playing against an endpoint needs no tokenizer
     from tokenizers import Tokenizer
 
 # One text is encoded at a time. Handing it to another thread costs more than to encode it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-SYSTEM, OBSERVATION, ANSWER = "Qsystem7Q", "Qfirst1Q", "Qanswer5Q"
-"""Texts for conversations that only probe the template. Templates may trim messages, so there is no white space at
-their ends."""
 
 _LETTERS = 0xF0000
 """Start of a private area of Unicode; a disguised character is this far from the real one."""
@@ -41,12 +41,21 @@ class ChatTemplate:
     Args:
         tokenizer: of transformers, with a fast tokenizer and a chat template.
         arguments: further variables of the template.
+        tools: the tools that the environment has.
+        tool_format: how the model writes calls; ``auto``: as the template does, otherwise as ``hermes``.
 
     Raises:
-        RendererError: the tokenizer has no template, or one that does not show the system message and the observation.
+        RendererError: the tokenizer has no template, or one that does not show the system message and the observation,
+            or that does not write calls in ``tool_format``.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+        tool_format: ToolFormatName | Literal["auto"] = "auto",
+    ) -> None:
         from tokenizers import Tokenizer
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -71,17 +80,28 @@ class ChatTemplate:
         """Special tokens and their ids."""
         self.eos_id: int | None = tokenizer.eos_token_id
         self._special_token = _any_of(self.special)
+        self.given_tools: list[Tool] | None = None
+        """The tools that the template is given."""
+        self.arguments_as_text = False
+        """Whether the template is given the arguments of calls as JSON texts."""
         self._in_parts, self.system_is_merged = self._find_form()
-        opening = [Message("system", SYSTEM), Message("user", OBSERVATION)]
-        prompt = self.render(opening)
-        whole = self.render([*opening, Message("assistant", ANSWER), opening[1]])
+        self.tools: ToolUse | None = find_tool_use(self, tuple(tools), tool_format) if tools else None
+        """How tools are used; None if there are none."""
+        prompt = self.render(OPENING)
+        whole = self.render([*OPENING, Message("assistant", ANSWER), OPENING[1]])
+        if self.tools is not None and self.tools.native:
+            whole += self.render(CONVERSATION)
         # Some tokenizers do not declare the tokens of the roles as special.
         control = {token.content for token in added.values() if token.special or token.content in whole}
         self._control_token = _any_of(control)
+        shown = json.dumps(self.given_tools or [], ensure_ascii=False)
+        if (token := self._control_token.search(shown)) is not None:
+            raise RendererError(f"the description of a tool contains the control token {token.group()!r}: reword it")
         letters = {chr(code) for code in range(0x21, 0x7F)} | {letter for letter in "".join(control) if letter.strip()}
         disguise = {ord(letter): chr(_LETTERS + ord(letter)) for letter in letters if ord(letter) < 0x10000}
         self._undisguise = {ord(disguised): chr(code) for code, disguised in disguise.items()}
         self._disguise = disguise | dict.fromkeys(self._undisguise, "\ufffd")
+        self._disguise_of_tools = {code: to for code, to in self._disguise.items() if chr(code) not in '"\\'}
         unclosed = _OPEN_THINKING.search(prompt)
         self._thinks_from = unclosed.group() if unclosed else ""
         self._content_id = self._find_content_id(prompt)
@@ -103,7 +123,19 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> IntArray:
         """Return the ids of a conversation and the generation prompt, int32 ``[p]``."""
-        return self._encode_disguised(self.render([self._disguised(message) for message in messages]))
+        return int32(self._encode_disguised(self.render([self._disguised(message) for message in messages])))
+
+    def ids_after(self, start: str, before: Sequence[Message], message: Message) -> list[int]:
+        """Return the ids that follow ``start`` if ``message`` follows ``before``, with the generation prompt.
+
+        Args:
+            start: what the template renders first.
+            before: trusted messages.
+            message: the last message.
+        """
+        rendered = self.render([*before, self._disguised(message)])
+        assert rendered.startswith(start), "the start does not depend on the text of the last message"
+        return self._encode_disguised(rendered[len(start) :])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a trusted text, in which control tokens count."""
@@ -136,6 +168,16 @@ class ChatTemplate:
             answer = answer[len(answer) - answer[::-1].index(self._content_id) :]
         return self._encoder.decode(answer, skip_special_tokens=True)
 
+    def spell(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ``ids``, with special tokens spelled out."""
+        return self._encoder.decode(list(map(int, ids)), skip_special_tokens=False)
+
+    def readable(self, text: str) -> str:
+        """Return what ``decode`` gives for an answer that ``spell`` returned."""
+        if self._content_id is not None:
+            text = text.rpartition(self.spell([self._content_id]))[2]
+        return self._special_token.sub("", text)
+
     def first_special(self, text: str) -> str | None:
         """Return the first special token in ``text``; the longest one of several there."""
         found = self._special_token.search(text)
@@ -144,6 +186,8 @@ class ChatTemplate:
     # -- texts of messages ----------------------------------------------------------------------------------------
 
     def _disguised(self, message: Message) -> Message:
+        if message.role == "tool":
+            return Message("tool", self._disguised_value(message.content))
         if message.role != "assistant":
             return Message(message.role, message.content.translate(self._disguise))
         # The generation prompt may open the reasoning; the answer then only closes it.
@@ -152,9 +196,17 @@ class ChatTemplate:
             piece if index % 2 and piece not in self.special else piece.translate(self._disguise)
             for index, piece in enumerate(pieces)
         )
-        return Message("assistant", self._thinks_from + content)
+        calls = tuple(ToolCall(call.name, self._disguised_value(call.arguments)) for call in message.calls)
+        return Message("assistant", self._thinks_from + content, calls)
 
-    def _encode_disguised(self, rendered: str) -> IntArray:
+    def _disguised_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return value.translate(self._disguise_of_tools)
+        if isinstance(value, dict):
+            return {self._disguised_value(key): self._disguised_value(part) for key, part in value.items()}
+        return [self._disguised_value(part) for part in value] if isinstance(value, list) else value
+
+    def _encode_disguised(self, rendered: str) -> list[int]:
         text = rendered.translate(self._undisguise)
         ids: list[int] = []
         done = 0
@@ -163,17 +215,15 @@ class ChatTemplate:
             if text[start:end] != rendered[start:end]:  # some of it is from a message
                 ids += [*self.encode(text[done:start]), *self.encode_plain(text[start:end])]
                 done = end
-        return int32([*ids, *self.encode(text[done:])])
+        return [*ids, *self.encode(text[done:])]
 
     # -- reading the template -------------------------------------------------------------------------------------
 
     def _apply(self, messages: Sequence[Message], prompt: bool) -> str:
-        def content(text: str) -> Any:
-            return [{"type": "text", "text": text}] if self._in_parts else text
-
         try:
             return self._tokenizer.apply_chat_template(
-                [{"role": message.role, "content": content(message.content)} for message in messages],
+                self._as_dicts(messages),
+                tools=self.given_tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self._arguments,
@@ -181,13 +231,33 @@ class ChatTemplate:
         except Exception as error:
             raise RendererError(f"the chat template failed on a plain conversation: {error}") from error
 
+    def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages in the form of transformers. Calls are numbered, because some templates need their ids."""
+        given: list[dict[str, Any]] = []
+        last: dict[str, str] = {}
+        for message in messages:
+            text = message.content
+            one: dict[str, Any] = {"role": message.role}
+            one["content"] = [{"type": "text", "text": text}] if self._in_parts else text
+            for call in message.calls:
+                last = {"name": call.name, "tool_call_id": f"call{len(given):05d}"}
+                arguments: Any = call.arguments
+                if self.arguments_as_text:
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                function = {"name": call.name, "arguments": arguments}
+                one.setdefault("tool_calls", []).append(
+                    {"type": "function", "id": last["tool_call_id"], "function": function}
+                )
+            given.append(one | last if message.role == "tool" else one)
+        return given
+
     def _find_form(self) -> tuple[bool, bool]:
         """Return whether contents are lists of parts, and whether the system message opens the first user message
         because the template has no system role."""
         problem = None
         for self._in_parts, self.system_is_merged in ((False, False), (True, False), (False, True), (True, True)):
             try:
-                text = self.render([Message("system", SYSTEM), Message("user", OBSERVATION)])
+                text = self.render(OPENING)
             except RendererError as error:
                 problem = problem or error
                 continue
@@ -199,8 +269,7 @@ class ChatTemplate:
 
     def _find_content_id(self, prompt: str) -> int | None:
         """Return the token after which the model writes the content, if the generation prompt ends before it."""
-        messages = [Message("system", SYSTEM), Message("user", OBSERVATION), Message("assistant", ANSWER)]
-        text = self.render(messages, prompt=False)
+        text = self.render([*OPENING, Message("assistant", ANSWER)], prompt=False)
         if not text.startswith(prompt) or text.count(ANSWER) != 1:
             return None
         lead = text[len(prompt) : text.index(ANSWER)]
