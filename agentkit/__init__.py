@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from agentkit.sandboxes.pool.pool import SandboxPool as SandboxPool
     from agentkit.sandboxes.sandbox import Sandbox as Sandbox
     from agentkit.sandboxes.sync import SyncSandbox as SyncSandbox
+    from agentkit.tool_calls import ToolCall as ToolCall
     from agentkit.tool_calls import ToolCallError as ToolCallError
     from agentkit.tool_calls import action_of as action_of
     from agentkit.tool_calls import call_of as call_of
     from agentkit.training import train as train
     from agentkit.types import Group as Group
     from agentkit.types import Message as Message
-    from agentkit.types import ToolCall as ToolCall
     from agentkit.types import Trajectory as Trajectory
     from agentkit.types import Turn as Turn
 
@@ -60,7 +60,7 @@ _MODULES = {
     "SyncSandbox": "agentkit.sandboxes.sync",
     "Text": "agentkit.envs.spaces",
     "TextEnv": "agentkit.envs.base",
-    "ToolCall": "agentkit.types",
+    "ToolCall": "agentkit.tool_calls",
     "ToolCallError": "agentkit.tool_calls",
     "Trajectory": "agentkit.types",
     "Turn": "agentkit.types",

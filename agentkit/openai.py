@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 
 from agentkit.errors import EngineError
-from agentkit.types import Message, Tool
+from agentkit.tool_calls import Tool
+from agentkit.types import Message
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable of the key. It is sent only to the endpoint that the user named."""

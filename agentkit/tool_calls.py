@@ -4,7 +4,7 @@ Invariant: an answer of a model is read as calls with JSON arguments, or refused
 can be shown to the model; no other exception. Nothing in an answer is executed. Calls end an answer, so that the answer
 is known from its content and its calls.
 
-This module needs no tokenizer: it reads texts in which special tokens are spelled out.
+This module needs no tokenizer and no other package: it reads texts in which special tokens are spelled out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from agentkit.types import Tool, ToolCall
-
 ToolFormatName = Literal["hermes", "qwen_xml", "glm", "deepseek", "gpt_oss", "mistral", "llama"]
 
+_MAX_DEPTH = 32
+"""Levels of lists and objects in the arguments of a call."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _SPACE = re.compile(r"\s*")
 _END_OF_REASONING = "</think>"
+
+
+Tool = dict[str, Any]
+"""A tool as chat APIs describe it: ``{"type": "function", "function": {"name": …, "description": …, "parameters": JSON
+schema}}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+    """JSON values."""
 
 
 class ToolCallError(ValueError):
@@ -61,7 +75,14 @@ def read_calls(text: str, format: ToolFormatName, tools: Sequence[Tool] = ()) ->
     Raises:
         ToolCallError: there is an incomplete or malformed call, or text after the calls.
     """
-    read = FORMATS[format].read
+    answer = _read(text, FORMATS[format].read, tools)
+    for call in answer.calls:
+        _check_json(call)
+    return answer
+
+
+def _read(text: str, read: Callable[[str, Sequence[Tool]], ToolAnswer], tools: Sequence[Tool]) -> ToolAnswer:
+    """Read an answer, of which what the model thinks comes first."""
     reasoning, end, rest = text.partition(_END_OF_REASONING)
     if end:
         # A call that the model only thinks about is none.
@@ -92,6 +113,7 @@ def call_of(action: str, tools: Sequence[Tool]) -> ToolCall:
     if action[end:].strip():
         raise ToolCallError("text follows the call")
     call = _call(value)
+    _check_json(call)
     check_call(call, tools)
     return call
 
@@ -388,14 +410,23 @@ def _call(value: Any) -> ToolCall:
         arguments, _ = _json(arguments, 0)
     if not isinstance(arguments, dict):
         _fail(f"the arguments of {value['name']!r:.80} must be a JSON object")
-    call = ToolCall(value["name"], arguments)
+    return ToolCall(value["name"], arguments)
+
+
+def _check_json(call: ToolCall) -> None:
+    """Raise ``ToolCallError`` unless a call can be written as JSON and is nested in bounded depth."""
+    layer: list[Any] = [call.arguments]
+    for _ in range(_MAX_DEPTH):
+        layer = [part for value in layer for part in (value.values() if isinstance(value, dict) else value)]
+        layer = [part for part in layer if isinstance(part, (dict, list))]
+    if layer:
+        _fail(f"the call is nested too deeply: {_MAX_DEPTH} levels are allowed")
     try:
-        action_of(call).encode()
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         _fail("a text in the call has half of a surrogate pair")
-    except RecursionError:
-        _fail("the call is nested too deeply")
-    return call
+    except ValueError as error:
+        _fail(f"a number in the call is too large ({error})")
 
 
 def _add(arguments: dict[str, Any], key: str, text: str, name: str, tools: Sequence[Tool]) -> None:
@@ -437,11 +468,13 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return (declared,) if isinstance(declared, str) else tuple(declared)
 
 
-def _check_value(value: Any, schema: Mapping[str, Any], place: str) -> None:
+def _check_value(value: Any, schema: Any, place: str) -> None:
     """Compare a value with the parts of a JSON schema that tools use: type, enum, properties, required and items.
 
     An argument that is not among the properties is refused, unless ``additionalProperties`` is true.
     """
+    if not isinstance(schema, Mapping):  # JSON schemas may also be true or false
+        return
     types = _types(schema)
     if types and not any(_CHECKS.get(name, lambda value: True)(value) for name in types):
         _fail(f"{place}{json.dumps(value, ensure_ascii=False):.80} must be of type {' or '.join(types)}")

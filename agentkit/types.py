@@ -4,16 +4,18 @@ Invariant: the concatenation of a trajectory's turns (``prompt_ids`` then ``acti
 the token sequence that the inference engine saw and produced; if the history was rendered again for each turn, this
 holds for each turn alone. There is no padding.
 
-This module imports only numpy: trajectories can be recorded and read without torch or an environment.
+This module imports no other package than numpy: trajectories can be recorded and read without torch or an environment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentkit.tool_calls import ToolCall
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -26,20 +28,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 Outcome = Literal["terminated", "truncated", "voided"]
 """How an episode ended. ``voided``: its environment failed, so it is not evidence about the policy."""
-
-
-Tool = dict[str, Any]
-"""A tool as chat APIs describe it: ``{"type": "function", "function": {"name": …, "description": …, "parameters": JSON
-schema}}``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool."""
-
-    name: str
-    arguments: dict[str, Any]
-    """JSON values."""
 
 
 @dataclass(frozen=True, slots=True)

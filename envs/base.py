@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from agentkit.envs.spaces import Text
-from agentkit.types import Tool
+from agentkit.tool_calls import Tool
 
 Info = dict[str, Any]
 Concurrency = Literal["inline", "thread", "process"]

@@ -11,8 +11,7 @@ from gymnasium.error import ResetNeeded
 from agentkit.envs.base import Info, TextEnv
 from agentkit.envs.countdown.expression import ExpressionError, evaluate
 from agentkit.envs.spaces import Text
-from agentkit.tool_calls import ToolCallError, action_of, call_of
-from agentkit.types import Tool, ToolCall
+from agentkit.tool_calls import Tool, ToolCall, ToolCallError, action_of, call_of
 
 ITEMS = ("bench", "bowl", "chair", "clock", "desk", "lamp", "mirror", "plate", "rug", "shelf", "stool", "vase")
 _MAX_QUANTITY = 9

@@ -16,8 +16,7 @@ import numpy as np
 from agentkit.envs.base import Concurrency, Info
 from agentkit.envs.spaces import Text
 from agentkit.errors import EnvContractError
-from agentkit.tool_calls import check_tools
-from agentkit.types import Tool
+from agentkit.tool_calls import Tool, check_tools
 
 TEXT_LIMIT = 1 << 20
 """Characters of the longest observation, rendering or instructions."""

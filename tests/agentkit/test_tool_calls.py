@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentkit.tool_calls import (
     FORMATS,
+    ToolCall,
     ToolCallError,
     action_of,
     call_of,
@@ -19,7 +20,6 @@ from agentkit.tool_calls import (
     read_calls,
     write_hermes,
 )
-from agentkit.types import ToolCall
 
 TOOLS = [
     {
@@ -44,6 +44,7 @@ TOOLS = [
 ]
 CALL = ToolCall("find", {"word": "sun", "count": 3})
 JSON = '{"word": "sun", "count": 3}'
+DEEP = '{"a": ' * 200 + "1" + "}" * 200
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 WRITTEN = [  # as in the documentation of the models
     ("hermes", f'<tool_call>\n{{"name": "find", "arguments": {JSON}}}\n</tool_call>'),
@@ -104,6 +105,11 @@ def test_an_answer_without_a_call_is_content(format: Any) -> None:
         ("hermes", '<tool_call>{"name": "find"}', "</tool_call> is missing"),
         ("hermes", '<tool_call>{"name": "find", "arguments": {"word": "\\ud800"}}</tool_call>', "surrogate"),
         ("hermes", f"<tool_call>{'[' * 100_000}", "nested too deeply"),
+        ("hermes", f'<tool_call>{{"name": "a", "arguments": {DEEP}}}</tool_call>', "32 levels are allowed"),
+        ("qwen_xml", f"<tool_call><function=a><parameter=b>{DEEP}</parameter></function></tool_call>", "32 levels"),
+        ("glm", f"<tool_call>a<arg_key>b</arg_key><arg_value>{DEEP}</arg_value></tool_call>", "32 levels"),
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"word": 1e999}}</tool_call>', "too large"),
+        ("glm", '<tool_call>a<arg_key>b</arg_key><arg_value>"\\ud800"</arg_value></tool_call>', "surrogate"),
         ("hermes", f'<tool_call>{{"name": "find", "arguments": {{"count": {"9" * 5000}}}}}</tool_call>', "not valid"),
         ("qwen_xml", "<tool_call>find</tool_call>", "<function=NAME>"),
         ("qwen_xml", "<tool_call><function=find><parameter=word>\nsun</function></tool_call>", "is missing"),

@@ -14,13 +14,13 @@ import numpy as np
 
 from agentkit.config import ModelConfig
 from agentkit.errors import RendererError
-from agentkit.tool_calls import ToolCallError, ToolFormatName
+from agentkit.tool_calls import Tool, ToolCallError, ToolFormatName
 from agentkit.trainers.rollout.appending import Parts, no_end_of_turn, parts_of
 from agentkit.trainers.rollout.history import conversation, role_after
 from agentkit.trainers.rollout.summary import Summarize, make_summary
 from agentkit.trainers.rollout.template import ChatTemplate, changes, int32
 from agentkit.trainers.rollout.tool_probing import ANSWER, CALLS, OBSERVATION, OPENING
-from agentkit.types import IntArray, Message, Tool, Turn
+from agentkit.types import IntArray, Message, Turn
 
 _CACHE_ENTRIES = 4096
 """Number of observations whose tokens are cached; texts of small games repeat often."""

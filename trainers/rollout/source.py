@@ -15,9 +15,8 @@ from agentkit.config import EnvConfig
 from agentkit.envs.isolation.redundancy import RecoveryMode, Redundancy
 from agentkit.errors import ConfigError
 from agentkit.sandboxes.pool.health import HealthPolicy
-from agentkit.tool_calls import check_tools
+from agentkit.tool_calls import Tool, check_tools
 from agentkit.trainers.rollout.contract import crashed
-from agentkit.types import Tool
 
 if TYPE_CHECKING:  # sandboxes are imported only if they are used
     from agentkit.envs.isolation.placement import Placement

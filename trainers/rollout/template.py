@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agentkit.errors import RendererError
-from agentkit.tool_calls import ToolFormatName
+from agentkit.tool_calls import Tool, ToolCall, ToolFormatName
 from agentkit.trainers.rollout.tool_probing import ANSWER, CONVERSATION, OBSERVATION, OPENING, SYSTEM, find_tool_use
 from agentkit.trainers.rollout.tools import ToolUse
-from agentkit.types import IntArray, Message, Tool, ToolCall
+from agentkit.types import IntArray, Message
 
 if TYPE_CHECKING:  # playing against an endpoint needs no tokenizer
     from tokenizers import Tokenizer

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from agentkit.errors import RendererError
-from agentkit.tool_calls import FORMATS, ToolCallError, ToolFormat, ToolFormatName
+from agentkit.tool_calls import FORMATS, Tool, ToolCall, ToolCallError, ToolFormat, ToolFormatName
 from agentkit.trainers.rollout.tools import ToolUse
-from agentkit.types import Message, Tool, ToolCall
+from agentkit.types import Message
 
 SYSTEM, OBSERVATION, ANSWER = "Qsystem7Q", "Qfirst1Q", "Qanswer5Q"
 """Texts for conversations that only probe the template. Templates may trim messages, so there is no white space at

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from agentkit.errors import ConfigError
 from agentkit.tool_calls import (
     FORMATS,
+    Tool,
     ToolAnswer,
+    ToolCall,
     ToolCallError,
     ToolFormat,
     action_of,
@@ -23,7 +25,6 @@ from agentkit.tool_calls import (
     write_hermes,
 )
 from agentkit.trainers.rollout.parser import ParsedAnswer
-from agentkit.types import Tool, ToolCall
 
 _ONE_CALL = "End your answer with one tool call."
 _FORM = '<tool_call>\n{"name": the tool, "arguments": an object with its arguments}\n</tool_call>'

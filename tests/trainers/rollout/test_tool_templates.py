@@ -15,10 +15,10 @@ from test_chat_templates import FILES, model_tokenizer
 
 from agentkit.config import ModelConfig
 from agentkit.errors import RendererError
-from agentkit.tool_calls import action_of, read_calls
+from agentkit.tool_calls import ToolCall, action_of, read_calls
 from agentkit.trainers.rollout.renderer import ChatRenderer, make_renderer
 from agentkit.trainers.rollout.tools import ToolParser
-from agentkit.types import ToolCall, Turn
+from agentkit.types import Turn
 
 TOOLS = [
     {
