@@ -9,41 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from agentkit import errors, registry
-from agentkit.envs.base import AsyncTextEnv, Info
-from agentkit.envs.isolation import validation
-from agentkit.envs.isolation.allocator import SandboxAllocator
-from agentkit.envs.isolation.env import RESET_TIMEOUT, STEP_TIMEOUT, SandboxedEnv
-from agentkit.envs.isolation.placement import importable, place
+from agentkit import registry
+from agentkit.envs.base import Info
+from agentkit.envs.isolation.env import RESET_TIMEOUT, STEP_TIMEOUT
 from agentkit.envs.isolation.redundancy import Redundancy
-from agentkit.envs.isolation.server import describe
-from agentkit.envs.isolation.validation import Description, Step
+from agentkit.envs.isolation.validation import Step
 from agentkit.envs.spaces import encodable
-from agentkit.envs.workers.client import shared_server
-from agentkit.envs.workers.worker import Worker
-from agentkit.errors import ConfigError, EnvCrashed, EnvError, EnvTimeout
+from agentkit.envs.vector.slots import Slot, Slots, Timeouts
+from agentkit.errors import ConfigError, EnvError
 from agentkit.portal import portal
 from agentkit.sandboxes.arguments import check_positive, check_type
 from agentkit.sandboxes.backend import Backend
 from agentkit.sandboxes.spec import SandboxSpec
-from agentkit.sandboxes.tasks import bounded
-from agentkit.sandboxes.threads import DaemonThreadPool
 
 R = TypeVar("R")
 _RESET_TRIES = 3
-_SHARE = 64
-"""Most environments in one sandbox, for environments that declare ``inline``."""
 
 
 def make_vec(
@@ -100,41 +90,8 @@ def make_vec(
         mode, kwargs = (mode, kwargs) if here is None else ("async", here)
     if redundancy is not None and mode == "async":  # ``make`` passes it to an environment that makes sandboxes itself
         kwargs = {**kwargs, "redundancy": redundancy}
-    timeouts = Timeouts(reset_timeout, step_timeout)
-    allocator: SandboxAllocator | None = None
-    slots: list[Slot]
-    if mode == "async":
-        slots = [_LocalEnv(id, kwargs, timeouts) for _ in range(num_envs)]
-    elif mode == "process":
-        slots = [_ProcessEnv(id, kwargs, timeouts) for _ in range(num_envs)]
-    else:
-        placement = place(id, kwargs, mode, sandbox_spec)
-        allocator = SandboxAllocator(placement, redundancy or Redundancy(share=_SHARE), make_timeout=reset_timeout)
-        slots = [
-            SandboxedEnv(id, allocator=allocator, step_timeout=step_timeout, reset_timeout=reset_timeout)
-            for _ in range(num_envs)
-        ]
-    return TextVectorEnv(slots, allocator, autoreset, max_steps)
-
-
-class Slot(Protocol):
-    """One environment in any place. Each call ends within its timeout or raises ``EnvError``, after which only
-    ``reset`` is allowed."""
-
-    async def start(self) -> Description: ...
-
-    async def reset(self, *, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]: ...
-
-    async def step(self, action: str) -> Step: ...
-
-    async def close(self) -> None: ...
-
-
-class Timeouts(NamedTuple):
-    """Seconds that a call may take."""
-
-    reset: float
-    step: float
+    slots = Slots(id, kwargs, mode, Timeouts(reset_timeout, step_timeout), sandbox_spec, redundancy)
+    return TextVectorEnv([slots.make() for _ in range(num_envs)], slots, autoreset, max_steps)
 
 
 class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
@@ -151,13 +108,13 @@ class TextVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], np.ndarray]):
     def __init__(
         self,
         slots: Sequence[Slot],
-        allocator: SandboxAllocator | None,
+        place: Slots,
         autoreset_mode: AutoresetMode,
         max_steps: int | None,
     ) -> None:
         self.num_envs = len(slots)
         self._slots = slots
-        self._resources = _Resources(slots, allocator)
+        self._resources = _Resources(slots, place)
         self._run = portal().run
         portal().opened(self._resources)
         try:
@@ -307,110 +264,8 @@ class _Resources:
     """What a vector closes at its end."""
 
     slots: Sequence[Slot]
-    allocator: SandboxAllocator | None
+    place: Slots
 
     async def close(self) -> None:
         await asyncio.gather(*(slot.close() for slot in self.slots))
-        if self.allocator is not None:
-            await self.allocator.close()
-
-
-class _LocalEnv:
-    """An environment in this process: awaited, called in place if it is ``inline``, otherwise called in a thread."""
-
-    def __init__(self, id: str, kwargs: Mapping[str, Any], timeouts: Timeouts) -> None:
-        self._id, self._kwargs, self._timeouts = id, dict(kwargs), timeouts
-        self._env: Any = None
-        self._lane: DaemonThreadPool[None] | None = None
-
-    async def start(self) -> Description:
-        return validation.check_description(describe(self._id, self._kwargs, self._made()))
-
-    async def reset(self, *, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
-        env = self._made()
-        return validation.check_reset(
-            await self._call("reset", lambda: env.reset(seed=seed, options=options), self._timeouts.reset)
-        )
-
-    async def step(self, action: str) -> Step:
-        env = self._env
-        return validation.check_step(await self._call("step", lambda: env.step(action), self._timeouts.step))
-
-    async def close(self) -> None:
-        env = self._env
-        if env is not None:
-            with contextlib.suppress(EnvError):
-                await self._call("close", env.close, self._timeouts.step)
-        self._abandon()
-
-    def _made(self) -> Any:
-        if self._env is None:
-            self._env = registry.make(self._id, **self._kwargs)
-        return self._env
-
-    async def _call(self, name: str, function: Callable[[], Any], timeout: float) -> Any:
-        try:
-            if isinstance(self._env, AsyncTextEnv):
-                return await bounded(function(), timeout)
-            if self._env.concurrency == "inline":
-                return function()
-            if self._lane is None:
-                self._lane = DaemonThreadPool("agentkit-vector", 1, lambda: None, lambda _: None)
-            return await bounded(asyncio.wrap_future(self._lane.submit(lambda _: function())), timeout)
-        except asyncio.TimeoutError:
-            self._abandon()
-            raise EnvTimeout(f"{name} took longer than {timeout:g} s") from None
-        except EnvError:
-            self._abandon()
-            raise
-        except (Exception, SystemExit) as error:
-            self._abandon()
-            raise EnvCrashed(f"{name} raised {type(error).__name__}: {error}") from error
-
-    def _abandon(self) -> None:
-        """Forget the environment; a call that hangs keeps its daemon thread."""
-        self._env = None
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.close()
-
-
-class _ProcessEnv:
-    """An environment in a worker process."""
-
-    def __init__(self, id: str, kwargs: Mapping[str, Any], timeouts: Timeouts) -> None:
-        entry_point, known = importable(id)
-        self._made = (id, entry_point, {**known, **kwargs})
-        try:
-            json.dumps(self._made)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"arguments for mode='process' must be plain data (texts, numbers): {error}") from None
-        self._timeouts = timeouts
-        self._worker = Worker(shared_server("agentkit.envs.vector.worker"))
-
-    async def start(self) -> Description:
-        return validation.check_description(await self._make())
-
-    async def reset(self, *, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
-        if not self._worker.alive:
-            await self._make()
-        return validation.check_reset(await self._call("reset", seed, options, timeout=self._timeouts.reset))
-
-    async def step(self, action: str) -> Step:
-        return validation.check_step(await self._call("step", action, timeout=self._timeouts.step))
-
-    async def close(self) -> None:
-        if self._worker.alive:
-            with contextlib.suppress(EnvError):
-                await self._call("close", timeout=self._timeouts.step)
-        self._worker.kill()
-
-    async def _make(self) -> Any:
-        return await self._call("make", *self._made, timeout=self._timeouts.reset)
-
-    async def _call(self, name: str, *arguments: Any, timeout: float) -> Any:
-        kind, value = await self._worker.call_async(name, *arguments, timeout=timeout)
-        if kind == "ok":
-            return value
-        self._worker.kill()
-        raise getattr(errors, kind, EnvCrashed)(value)
+        await self.place.close()
