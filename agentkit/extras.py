@@ -10,6 +10,7 @@ from agentkit.errors import MissingExtra
 _TRAINING = ("safetensors", "tokenizers", "torch", "transformers")
 _SERVER = ("prometheus_client", "uvicorn")
 _RAY = ("ray",)
+OPENENV = ("uvicorn", "websockets")
 
 
 def require_training() -> None:
@@ -41,6 +42,15 @@ def require_ray() -> None:
 def require_reasoning_gym() -> None:
     """Raise ``MissingExtra`` unless reasoning-gym is installed; does not import it."""
     _require("reasoning_gym", "reasoning-gym", ("reasoning_gym",))
+
+
+def require_openenv(part: str) -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``openenv`` are installed; imports none of them.
+
+    Args:
+        part: what needs them.
+    """
+    _require(part, "openenv", OPENENV)
 
 
 def require_smollm2() -> None:

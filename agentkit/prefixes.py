@@ -1,4 +1,4 @@
-"""Prefixes of environments of other libraries: ``PREFIX:NAME`` is the environment ``NAME`` of the library.
+"""Prefixes of environments of other libraries and servers: ``PREFIX:NAME`` is the environment ``NAME`` there.
 
 Invariant: the classes are named, not imported, and import their libraries only when one is used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentkit.errors import RegistryError
-from agentkit.extras import missing_extra
+from agentkit.extras import OPENENV, missing_extra
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Prefix:
     """Extra of agentkit that installs the library; None if agentkit always does."""
     packages: tuple[str, ...] = ()
     """Modules that the extra installs."""
+    served: bool = False
+    """Whether the name is the address of a server, which runs the environment."""
 
     def problem(self) -> str | None:
         """Return why the library cannot be used, with the remedy; None if it is installed."""
@@ -35,6 +37,14 @@ class Prefix:
 
 PREFIXES = {
     "gymnasium": Prefix("agentkit.integrations.gymnasium:GymnasiumEnv", "id", "gymnasium:FrozenLake-v1"),
+    "openenv": Prefix(
+        "agentkit.integrations.openenv_client:OpenEnv",
+        "url",
+        "openenv:http://127.0.0.1:8000",
+        "openenv",
+        OPENENV,
+        served=True,
+    ),
     "reasoning_gym": Prefix(
         "agentkit.integrations.reasoning_gym:ReasoningGym",
         "dataset",

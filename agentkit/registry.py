@@ -157,15 +157,15 @@ def entry(id: str) -> Entry:
         RegistryError: the name is unknown; the message suggests similar ones.
     """
     _check_name(id)
-    found = _explicit.get(id) or installed().get(id) or _of_library(id)
+    found = _explicit.get(id) or installed().get(id) or _of_prefix(id)
     if found is not None:
         return found
     hint = entry_points.nearest(id, [known.id for known in list_envs()])
     raise RegistryError(f"there is no environment {id!r}; {hint} (`agentkit env list` shows all)")
 
 
-def _of_library(id: str) -> Entry | None:
-    """Return the entry of a name that starts with the prefix of a library, otherwise None."""
+def _of_prefix(id: str) -> Entry | None:
+    """Return the entry of a name that starts with a prefix of another library or server, otherwise None."""
     found = prefixes.split(id)
     if found is None:
         return None
@@ -196,8 +196,9 @@ def make(
     """Make an environment, without wrappers.
 
     Args:
-        id: a registered name, such as ``"FrozenLake-v1"``, or one of another library, such as
-            ``"reasoning_gym:leg_counting"`` or ``"gymnasium:Taxi-v4"``.
+        id: a registered name, such as ``"FrozenLake-v1"``, one of another library, such as
+            ``"reasoning_gym:leg_counting"`` or ``"gymnasium:Taxi-v4"``, or ``"openenv:URL"`` for the environment of an
+            OpenEnv server.
         sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, ``"remote"``,
             ``"remote:URL,URL"`` (on these sandbox servers), the name of another back end, a started back end, or a
             ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported here. Environments with hidden
@@ -253,6 +254,9 @@ def arguments_here(
     if sandbox is None:
         return dict(kwargs)
     _check_name(id)
+    found = prefixes.split(id)
+    if found is not None and found[0].served:
+        raise ConfigError(f"{id} runs in its server, not in a sandbox of this process: leave the sandbox out")
     known = _explicit.get(id) or installed().get(id)
     if known is None or (known.source != "built-in" and isinstance(known.spec.entry_point, str)):
         return None

@@ -1,4 +1,4 @@
-"""`agentkit env`: list, info, check, play, new.
+"""`agentkit env`: list, info, check, play, serve, new.
 
 Invariant: listing imports no environment; the other commands describe an environment from its class.
 """
@@ -20,10 +20,14 @@ from rich.table import Table
 from agentkit import prefixes, registry, scaffold
 from agentkit.cli.heartbeat import watched
 from agentkit.errors import ConfigError
+from agentkit.extras import require_openenv
 
-app = typer.Typer(help="List, inspect, check, play and create environments.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, check, play, serve and create environments.", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="Registered name, such as FrozenLake-v1.")]
+Id = Annotated[
+    str,
+    typer.Argument(metavar="ID", help="Registered name, such as FrozenLake-v1, or openenv:URL of an OpenEnv server."),
+]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.")]
 Sandbox = Annotated[
     str | None,
@@ -66,7 +70,8 @@ def list_environments(
         rows.append({"id": entry.id, "source": origin, "entry_point": entry.target, "error": entry.diagnose()})
     for name, prefix in prefixes.PREFIXES.items():
         target = {"entry_point": prefix.entry_point, "error": prefix.problem()}
-        rows.append({"id": f"{name}:NAME", "source": f"library {name}", **target})
+        place = "URL" if prefix.served else "NAME"
+        rows.append({"id": f"{name}:{place}", "source": f"library {name}", **target})
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -164,6 +169,51 @@ def play(
     player = "expert" if expert else "random" if random else "human"
     env_play.play(
         id, arguments_of(arguments), sandbox=sandbox, player=player, seed=seed, episodes=episodes, delay=delay
+    )
+
+
+@app.command()
+def serve(
+    id: Id,
+    arguments: Arguments = None,
+    sandbox: Sandbox = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs a token and TLS.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at one time, each with its environment.")] = 64,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of an episode; default: turns times actions per turn.")
+    ] = None,
+    idle_timeout: Annotated[float, typer.Option(help="Seconds without a message that end a session.")] = 3600.0,
+    step_timeout: Annotated[float, typer.Option(help="Seconds that a step may take.")] = 30.0,
+    reset_timeout: Annotated[float, typer.Option(help="Seconds that making or resetting may take.")] = 60.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the tokens of clients; default: $AGENTKIT_OPENENV_TOKEN, or none.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate.")] = None,
+) -> None:
+    """Serve an environment over OpenEnv's protocol, to its clients and to trainers that speak it. Ctrl-C ends it."""
+    require_openenv("agentkit env serve")
+    from agentkit.integrations.openenv_server import serve as serve_environment
+    from agentkit.integrations.openenv_tokens import find_tokens
+
+    serve_environment(
+        id,
+        arguments_of(arguments),
+        sandbox=sandbox,
+        host=host,
+        port=port,
+        max_sessions=max_sessions,
+        max_steps=max_steps,
+        idle_timeout=idle_timeout,
+        step_timeout=step_timeout,
+        reset_timeout=reset_timeout,
+        tokens=find_tokens(token_file),
+        certificate=certificate,
+        key=key,
+        announce=lambda url: typer.echo(f"serving {id} at {url} (Ctrl-C ends)"),
     )
 
 

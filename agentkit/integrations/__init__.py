@@ -1,1 +1,1 @@
-"""Environments of other libraries, by prefix: ``agentkit.make("PREFIX:NAME")``; importing it loads none of them."""
+"""Interfaces of other projects: their environments played here, ours played there; importing it loads none of them."""

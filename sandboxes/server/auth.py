@@ -43,21 +43,35 @@ def find_tokens(file: str | Path | None = None, *, make: bool = False) -> tuple[
         ConfigError: there is no token, it is too short, or others can read its file.
     """
     if file is None and (token := os.environ.get(TOKEN)):
-        return (_checked(token, TOKEN),)
+        return (checked_token(token, TOKEN),)
     default = paths.runtime_root() / "server-token"
     path = Path(file or os.environ.get(TOKEN_FILE) or default)
     if make and path == default and not path.exists():
         write_atomically(path, secrets.token_urlsafe(32), mode=0o600)
+    return read_tokens(path, f"set {TOKEN} or {TOKEN_FILE}")
+
+
+def read_tokens(path: Path, remedy: str) -> tuple[str, ...]:
+    """Return the tokens in a file, one per line.
+
+    Args:
+        path: the file.
+        remedy: what to do if it cannot be read.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or a token is too short.
+    """
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(f"other users can read the token file {path}; chmod 600 it and change the token")
         lines = [line for line in path.read_text().splitlines() if line.strip()] or [""]
-        return tuple(_checked(line, str(path)) for line in lines)
+        return tuple(checked_token(line, str(path)) for line in lines)
     except OSError as error:
-        raise ConfigError(f"no token: {path}: {error.strerror}; set {TOKEN} or {TOKEN_FILE}") from None
+        raise ConfigError(f"no token: {path}: {error.strerror}; {remedy}") from None
 
 
-def _checked(text: str, origin: str) -> str:
+def checked_token(text: str, origin: str) -> str:
+    """Return a token without surrounding spaces. Raises ``ConfigError`` if it is too short or not printable ASCII."""
     token = text.strip()
     if len(token) < _MIN_LENGTH or not token.isascii() or not token.isprintable():
         raise ConfigError(f"the token in {origin} must have at least {_MIN_LENGTH} printable ASCII characters")
