@@ -48,7 +48,7 @@ class EnvConfig(Strict):
     """The environment, and how it runs."""
 
     id: str
-    """Registered name, such as `FrozenLake-v1` (`agentkit env list`)."""
+    """Registered name, such as `FrozenLake-v1` (`agentkit env list`), or `openenv:URL` of an OpenEnv server."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment (`agentkit env info ID`)."""
     max_turns: int | None = Field(default=None, ge=1)
