@@ -22,7 +22,8 @@ os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 import torch
 import trl
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
 
