@@ -186,8 +186,8 @@ class Rollouts:
         """Version of the policy, for answers that come without one and for ``version_started``. Set it when the
         weights behind ``generate`` change."""
         source = EnvSource.of(config.env)
-        renderer = make_renderer(config.model, tokenizer, source.max_turns)
-        parser = make_parser(config, source.actions_per_turn)
+        renderer = make_renderer(config.model, tokenizer, source.max_turns, source.tools)
+        parser = make_parser(config, source.actions_per_turn, renderer.tools)
         self._size, self._extra = group_size, extra_members
         self._max_groups = max_groups
         self._on_episode = on_episode

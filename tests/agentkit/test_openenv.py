@@ -315,7 +315,7 @@ def test_the_command_serves_until_ctrl_c() -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_OPENENV", ("uvicorn", "no_such_module"))
+    monkeypatch.setattr(extras, "OPENENV", ("uvicorn", "no_such_module"))
     with pytest.raises(MissingExtra, match=r"pip install 'agentkit-rl\[openenv\]'"):
         agentkit.make("openenv:http://127.0.0.1:1")
 
@@ -421,10 +421,15 @@ def test_vectors_runs_and_checks_use_servers() -> None:
             agentkit.make(f"openenv:{url}", sandbox="local")
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://h:x", "http://u:p@host"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:x", "http://u:p@host"])
 def test_wrong_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of an OpenEnv server"):
         agentkit.make(f"openenv:{address}")
+
+
+def test_an_address_is_required() -> None:
+    with pytest.raises(RegistryError, match="lacks the name after the colon, as in 'openenv:http://127"):
+        agentkit.make("openenv:")
 
 
 def test_nobody_answers() -> None:

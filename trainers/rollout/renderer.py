@@ -174,9 +174,7 @@ def make_renderer(model: ModelConfig, tokenizer: Any, max_turns: int, tools: Seq
         except RendererError:
             if model.history == "append" and max_turns > 1:
                 raise
-    return ChatRenderer(
-        tokenizer, rerenders=True, window=model.shown_turns, summarize=make_summary(model), **settings
-    )
+    return ChatRenderer(tokenizer, rerenders=True, window=model.shown_turns, summarize=make_summary(model), **settings)
 
 
 def _end_of_turn(template: ChatTemplate) -> str:

@@ -220,10 +220,11 @@ class ChatTemplate:
     # -- reading the template -------------------------------------------------------------------------------------
 
     def _apply(self, messages: Sequence[Message], prompt: bool) -> str:
+        tools = {} if self.given_tools is None else {"tools": self.given_tools}
         try:
             return self._tokenizer.apply_chat_template(
                 self._as_dicts(messages),
-                tools=self.given_tools,
+                **tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self._arguments,

@@ -152,6 +152,15 @@ async def test_sequences_hold_what_the_policy_saw_and_said(history: Any) -> None
         assert [float(reward) for part in parts for reward in part.rewards if reward] == pytest.approx(earned)
 
 
+async def test_environments_with_tools_get_calls() -> None:
+    call = '<tool_call>\n{"name": "price", "arguments": {"item": "lamp"}}\n</tool_call>'
+    policy = Policy(call)
+    async with rollouts(policy, {"lines": 1}, id="Invoice-v0", max_turns=2, max_tokens=64, max_context=2048) as played:
+        episode = await played.episode(5)
+    assert [turn.actions for turn in episode.turns] == [('{"name": "price", "arguments": {"item": "lamp"}}',)] * 2
+    assert "Return the price of one piece" in renderer().decode(policy.requests[0][1])
+
+
 async def test_a_group_shares_its_first_state_and_nothing_random() -> None:
     policy = Policy()
     async with rollouts(policy, id="FrozenLake-v1", group_size=3, max_turns=2, max_context=2048) as played:
