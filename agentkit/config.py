@@ -56,8 +56,8 @@ class EnvConfig(Strict):
     actions_per_turn: int | None = Field(default=None, ge=1)
     """Maximum number of actions in one answer, separated by `||`; null uses the environment's number."""
     parser: Annotated[str, AfterValidator(plugins.PARSER.check_name)] = "tagged"
-    """How actions are read: from `<answer>…</answer>` (`tagged`), the whole answer as one action (`plain`), or by a
-    plug-in."""
+    """How actions are read: from `<answer>…</answer>` (`tagged`), the whole answer as one action (`plain`), as the
+    last number of the answer (`number`), or by a plug-in."""
     parser_options: dict[str, Any] = Field(default_factory=dict)
     """Options of a plug-in `parser`."""
     format_penalty: float = Field(default=-0.1, le=0)

@@ -371,7 +371,7 @@ PARSER = Kind(
     "env.parser",
     "env.parser_options",
     ("actions_per_turn",),
-    dict.fromkeys(("tagged", "plain")),
+    dict.fromkeys(("tagged", "plain", "number")),
 )
 SUMMARY = Kind(
     "summary",

@@ -6,6 +6,7 @@ environment, not the parser, checks whether an action exists.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +15,8 @@ SEPARATOR = "||"
 """Separator of the actions of one answer."""
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
+# A sign after a letter, a digit or a point is an operator or a hyphen. Commas separate groups of three digits.
+_NUMBER = re.compile(r"(?<![\w.])[-−]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +105,23 @@ class ActionParser:
                 f"no {self.kind} answer of at most {self.actions_per_turn} action(s) reads back as {list(actions)}: "
                 "there are too many or too few, or one is empty, padded with spaces, or holds a tag or the separator"
             )
+        return text
+
+
+class NumberParser:
+    """Parser that takes the last number of the text as the action, as is usual for arithmetic with models that have not
+    learned a format. The action is in plain digits: ``"1,234"`` becomes ``"1234"``."""
+
+    instructions = "End your answer with the number."
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return the last number in ``text``; the format is invalid without a number."""
+        numbers = _NUMBER.findall(text)
+        return ParsedAnswer((numbers[-1].replace(",", "").replace("−", "-"),), valid=True) if numbers else _INVALID
+
+    def format(self, actions: Sequence[str]) -> str:
+        """Return ``actions``, one number, as the answer. Raises ``ValueError`` if it is none."""
+        text = actions[0] if len(actions) == 1 else ""
+        if self.parse(text) != ParsedAnswer(tuple(actions), valid=True):
+            raise ValueError(f"no answer with one number reads back as {list(actions)}: actions are numbers in digits")
         return text

@@ -14,7 +14,7 @@ from agentkit.config import RolloutConfig, RunConfig
 from agentkit.errors import ConfigError
 from agentkit.plugins import FILTER, PARSER, REWARD
 from agentkit.trainers.rollout.counters import TASK
-from agentkit.trainers.rollout.parser import ActionParser, AnswerParser, ParsedAnswer
+from agentkit.trainers.rollout.parser import ActionParser, AnswerParser, NumberParser, ParsedAnswer
 from agentkit.trainers.rollout.tools import ToolParser, ToolUse, check_settings
 from agentkit.types import Group, Trajectory
 
@@ -76,6 +76,8 @@ def make_parser(config: RunConfig, actions_per_turn: int, tools: ToolUse | None 
         return ToolParser(tools)
     if name == "tagged" or name == "plain":
         return ActionParser(name, actions_per_turn)
+    if name == "number":
+        return NumberParser()
     parser = _PluginParser(name, config.env.parser_options, actions_per_turn)
     if config.imitation is not None and not parser.writes:
         raise ConfigError(

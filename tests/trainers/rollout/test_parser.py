@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentkit.trainers.rollout.parser import ActionParser, ParsedAnswer
+from agentkit.trainers.rollout.parser import ActionParser, NumberParser, ParsedAnswer
 
 INVALID = ParsedAnswer((), valid=False)
 
@@ -97,3 +97,41 @@ def test_no_text_breaks_it(text: str) -> None:
 def test_instructions_show_the_form_that_it_reads() -> None:
     for parser in (ActionParser("tagged"), ActionParser("tagged", 3)):
         assert parser.parse(parser.instructions).valid
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12", "12"),
+        ("7 + 5 = 12.", "12"),
+        ("The answer is 1,234.", "1234"),
+        ("17-5", "5"),
+        ("17 - 20 = -3", "-3"),
+        ("it is −3", "-3"),
+        ("about 3.14", "3.14"),
+        ("between 1,2 and 3,45", "45"),
+        ("$12", "12"),
+        ("**12**\n", "12"),
+        ("at least 3, at most 4, in group A7", "4"),
+    ],
+)
+def test_the_last_number_is_the_action(text: str, number: str) -> None:
+    assert NumberParser().parse(text) == ParsedAnswer((number,), valid=True)
+
+
+@pytest.mark.parametrize("text", ["", "twelve", "A7", "…", "١٢"])
+def test_a_text_without_a_number_is_invalid(text: str) -> None:
+    assert NumberParser().parse(text) == INVALID
+
+
+@given(st.text(), st.integers() | st.decimals(-10, 10, allow_nan=False, places=3))
+def test_numbers_are_read_after_any_text(text: str, number: object) -> None:
+    parser = NumberParser()
+    assert parser.parse(parser.format([str(number)])) == ParsedAnswer((str(number),), valid=True)
+    assert parser.parse(f"{text} {number}") == ParsedAnswer((str(number),), valid=True)
+
+
+@pytest.mark.parametrize("actions", [[], ["1", "2"], ["x"], ["1,234"], ["1 2"], [""]])
+def test_only_one_number_has_an_answer(actions: list[str]) -> None:
+    with pytest.raises(ValueError, match="reads back"):
+        NumberParser().format(actions)

@@ -1,0 +1,3 @@
+"""Arithmetic questions: single-turn tasks for small language models."""
+
+from agentkit.envs.arithmetic.env import Arithmetic as Arithmetic
