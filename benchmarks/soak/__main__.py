@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,24 @@ SETTLED = 30.0
 """Seconds after the end within which threads that still wait for the engine must be gone."""
 
 
-def holdings() -> dict[str, Any]:
-    """Return the resources of this process outside any event loop, except shared threads and the snapshot directory."""
+def holdings() -> Counter[str]:
+    """Count the resources of this process outside any event loop, except shared threads and the snapshot directory."""
     process = psutil.Process()
     children = process.children(recursive=True)
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": sorted(one.name for one in threading.enumerate() if not one.name.startswith("agentkit-io-")),
-        "children": len(children),
-        "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in children),
-        "files": sorted(
-            str(path.relative_to(paths.runtime_root()))
+    return Counter(
+        {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "children": len(children),
+            "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in children),
+        }
+    ) + Counter(
+        [f"thread {one.name}" for one in threading.enumerate() if not one.name.startswith("agentkit-io-")]
+        + [
+            f"file {path.relative_to(paths.runtime_root())}"
             for path in paths.runtime_root().rglob("*")
             if path.parent != paths.heartbeat_directory() and path != paths.runtime_root() / "snapshots"
-        ),
-    }
+        ]
+    )
 
 
 async def soak(seconds: float, users: int, seed: int) -> dict[str, Any]:
@@ -118,13 +122,13 @@ def percentiles(values: list[float]) -> tuple[float, float]:
     return cuts[49], cuts[98]
 
 
-def leaks(before: dict[str, Any]) -> list[str]:
+def leaks(before: Counter[str]) -> list[str]:
     """Return resources that did not exist before, and all containers of this process."""
-    after, end = holdings(), time.monotonic() + SETTLED
-    while after != before and time.monotonic() < end:
+    new, end = holdings() - before, time.monotonic() + SETTLED
+    while new and time.monotonic() < end:
         time.sleep(0.2)
-        after = holdings()
-    found = [f"{name}: {before[name]} before, {after[name]} after" for name in before if before[name] != after[name]]
+        new = holdings() - before
+    found = [f"{name}: {before[name]} before, {number} more after" for name, number in new.items()]
     client = docker.from_env(timeout=60)
     left = client.containers.list(all=True, filters={"label": f"{label.RUN}={heartbeat.current().run}"})
     found += [f"container {one.name} ({one.status})" for one in left]
