@@ -9,8 +9,16 @@ import agentkit
 from agentkit.envs.frozen_lake import FrozenLake
 
 
-class FragileLake(FrozenLake):
-    """FrozenLake whose first step fails: always with the seed ``always``, and once with each other odd seed.
+class PaidLake(FrozenLake):
+    """FrozenLake with a reward for each step, so that no episode with a step has the reward 0."""
+
+    def step(self, action: str) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward + 1.0, terminated, truncated, info
+
+
+class FragileLake(PaidLake):
+    """A lake whose first step fails: always with the seed ``always``, and once with each other odd seed.
 
     ``failed`` is a folder for the seeds that have failed.
     """

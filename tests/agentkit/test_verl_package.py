@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fragile_lake import PaidLake
 from requiring import require
 from token_replay import assert_scores, played_again
 
@@ -40,7 +41,7 @@ def test_rows_hold_what_the_server_generated_and_the_environment_rewarded(played
         mask = [0] * len(row["prompts"]) + row["response_mask"]
         assert_scores(ids, mask, [0.0] * len(row["prompts"]) + row["rollout_log_probs"])
         documented = row["loop"] == "frozen_lake"
-        env = FrozenLake(split="train") if documented else FrozenLake(size=2)
+        env = FrozenLake(split="train") if documented else PaidLake(size=2)
         reward, success = played_again(ids, mask, env, row["seed"], turns=10 if documented else 4)
         assert mask[-1]
         assert row["rm_scores"] == pytest.approx([0.0] * (len(row["responses"]) - 1) + [reward])
