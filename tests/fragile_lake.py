@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import agentkit
+from agentkit import registry
 from agentkit.envs.frozen_lake import FrozenLake
 
 
@@ -44,4 +44,4 @@ class FragileLake(PaidLake):
         return super().step(action)
 
 
-agentkit.register("FragileLake-v0", FragileLake)
+registry.register("FragileLake-v0", FragileLake)

@@ -7,6 +7,8 @@ transformers. flash-attn has no build for CPUs: its functions, which nothing her
 raise. Prints JSON.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -115,7 +117,8 @@ def generate() -> tuple[list[Any], str, list[Any]]:
     rows = [([None], [f"task {seed}"], [seed], [None]) for seed in SEEDS]
     strategy = SimpleNamespace(args=arguments("rloo"))
     with local_cluster(2):
-        engine = Engine.remote(str(TESTS / "openrlhf_agent.py"))
+        make: Any = Engine
+        engine = make.remote(str(TESTS / "openrlhf_agent.py"))
         generator = SamplesGenerator(strategy, rows, None, quickstart_tokenizer(), [engine])
         samples, *_ = generator.generate_samples(max_len=768, max_new_tokens=None)
         rest = SamplingParams(logprobs=1), 768, quickstart_tokenizer(), 2

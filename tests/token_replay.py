@@ -37,7 +37,7 @@ def played_again(ids: Sequence[int], mask: Sequence[Any], env: FrozenLake, seed:
     """
     tokenizer = quickstart_tokenizer()
     parts = [
-        (said, tokenizer.decode([token for _, token in part]))
+        (said, str(tokenizer.decode([token for _, token in part])))
         for said, part in groupby(zip(map(bool, mask), ids, strict=True), key=lambda pair: pair[0])
     ]
     assert [said for said, _ in parts] == [False, True] * (len(parts) // 2)

@@ -5,6 +5,8 @@ load balancer, transfer queue, replay buffer and advantages are verl's. Only the
 answers at random, and scores them with a real model. Prints JSON.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -42,8 +44,8 @@ from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tok
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ACTIONS = ("Down", "Right", "Down", "Right", "Left", "Up")
-ROWS = ((0, "lake"), (3, "lake"), (5, "lake"), (7, "strict"))
-"""Seeds and agent loops: no failure, one that is retried, one without end, one without retries."""
+ROWS = ((0, "lake"), (3, "lake"), (5, "lake"), (7, "strict"), (4, "rerendered"))
+"""Seeds and agent loops: no failure, one that is retried, one without end, one without retries, a sequence per turn."""
 
 
 @ray.remote
@@ -59,6 +61,9 @@ class Server:
     def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **rest: Any
     ) -> TokenOutput:
+        self.requests.append({"sampling": sampling_params})
+        if len(self.requests) == 2:  # as an update of the weights does
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={"global_steps": 3})
         text = self._tokenizer.decode(prompt_ids)
         valid = text.count("<answer>") < 3 or self._random.random() < 0.7
         answer = f"<answer>{self._random.choice(ACTIONS)}</answer>" if valid else "I do not know."
@@ -67,7 +72,6 @@ class Server:
         with torch.no_grad():
             logits = self._model(input_ids=torch.tensor([[*prompt_ids, *ids]])).logits[0, len(prompt_ids) - 1 : -1]
         logprobs = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
-        self.requests.append({"sampling": sampling_params})
         return TokenOutput(
             token_ids=ids, log_probs=logprobs.tolist(), num_preempted=0, extra_fields={"global_steps": 4}
         )
@@ -88,6 +92,7 @@ def configuration(folder: Path) -> Any:
     loops = [
         {"name": "lake", "settings": {**settings, "retries": 1}},
         {"name": "strict", "settings": {**settings, "retries": 0, "recovery": "void"}},
+        {"name": "rerendered", "settings": {**settings, "history": "rerender"}},
     ]
     for loop in loops:
         loop |= {"_target_": "verl_loops.AgentkitLoop", "env": "FragileLake-v0"}
@@ -95,7 +100,7 @@ def configuration(folder: Path) -> Any:
     OmegaConf.save([*documented, *loops], folder / "loops.yaml")
     quickstart_model(0).save_pretrained(folder / "model")
     quickstart_tokenizer().save_pretrained(folder / "model")
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+    with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
         return compose(
             "ppo_trainer",
             [
@@ -107,7 +112,7 @@ def configuration(folder: Path) -> Any:
                 "actor_rollout_ref.rollout.name=vllm",
                 "actor_rollout_ref.rollout.n=2",
                 "data.max_prompt_length=512",
-                "data.max_response_length=512",
+                "data.max_response_length=1024",
                 "algorithm.adv_estimator=grpo",
                 "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
             ],
@@ -163,7 +168,7 @@ def play_v1(config: Any, client: Any, folder: Path) -> Any:
     manager = AgentLoopManagerTQ.create(config, client)
     columns = dataset(config, folder, ROWS)
     columns["uid"] = np.array([uuid.uuid4().hex for _ in ROWS], dtype=object)
-    names = {uid: seed for uid, (seed, _) in zip(columns["uid"], ROWS, strict=True)}
+    names = dict(zip(columns["uid"], ROWS, strict=True))
     batch = tensordict_utils.get_tensordict(columns)
     batch["global_steps"] = NonTensorData(4)
     tq.kv_batch_put(
@@ -183,8 +188,8 @@ def play_v1(config: Any, client: Any, folder: Path) -> Any:
         extra = row["extra_fields"]
         found[-1] |= {
             "extra_fields": {k: v for k, v in getattr(extra, "data", extra).items() if k != "raw_prompt"},
-            "seed": names[key.split("_")[0]],
-            "loop": "lake",
+            "seed": names[key.split("_")[0]][0],
+            "loop": names[key.split("_")[0]][1],
             "key": key.split("_", 1)[1],
             "tag": sampled.tags[k],
         }
@@ -205,7 +210,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with local_cluster(4):
         config = configuration(folder)
-        servers = {f"server_{k}": Server.remote(k) for k in range(2)}
+        servers: dict[str, Any] = {f"server_{k}": Server.remote(k) for k in range(2)}
         client = LLMServerClient(config, ray.remote(GlobalRequestLoadBalancer).remote(servers))
         result = {"v0": play_v0(config, client, folder), "v1": play_v1(config, client, folder)}
         result["requests"] = [request for server in servers.values() for request in ray.get(server.asked.remote())]

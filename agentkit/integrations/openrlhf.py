@@ -4,6 +4,8 @@ Invariant: the ids and log-probabilities that OpenRLHF receives are those of its
 environment failed is trained on, and its reward moves no baseline: it is the mean of its group.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from openrlhf.utils.agent import AgentExecutorBase  # pyright: ignore[reportMissingImports]
+from openrlhf.utils.agent import AgentExecutorBase
 
 from agentkit.errors import ConfigError, EnvError
 from agentkit.rollout import Rollouts, Sampling, sequences

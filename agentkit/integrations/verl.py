@@ -6,6 +6,8 @@ failed is left out; it never becomes a reward.
 verl makes one loop per episode. The loops of a process share their environments: one ``Rollouts`` for each definition.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
+from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
     AgentLoopOutput,

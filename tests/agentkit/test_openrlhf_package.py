@@ -20,7 +20,7 @@ from token_replay import assert_scores, played_again
 
 from agentkit.envs.frozen_lake import FrozenLake
 
-pytestmark = [pytest.mark.adapters, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.adapters, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("AGENTKIT_OPENRLHF_PYTHON", ROOT / ".venv-openrlhf" / "bin" / "python"))
@@ -30,7 +30,7 @@ PYTHON = Path(os.environ.get("AGENTKIT_OPENRLHF_PYTHON", ROOT / ".venv-openrlhf"
 def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
     require(PYTHON.exists(), "run .ci/adapters --install-only, or set AGENTKIT_OPENRLHF_PYTHON")
     command = [PYTHON, ROOT / "tests" / "openrlhf_player.py", tmp_path_factory.mktemp("openrlhf")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -25,7 +25,7 @@ from agentkit.sandboxes.backends.local.backend import LocalBackend
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))
 
-from reward_service import Programs, sandboxes  # noqa: E402
+from reward_service import Programs, sandboxes  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 SQUARE, NINE, ENDLESS = "print(int(input()) ** 2)", "print(9)", "while True: pass"
 CASES = (("3", "9"), ("5", "25"))
@@ -131,6 +131,6 @@ def test_ray_actors() -> None:
     with local_cluster(2):
         for kind in (Blocking, Asynchronous):
             environment = {"env_vars": {"PYTHONPATH": str(ROOT / "examples")}}
-            actor = ray.remote(kind).options(runtime_env=environment).remote(SERVICE)
+            actor: Any = ray.remote(kind).options(runtime_env=environment).remote(SERVICE)
             assert ray.get(actor.score.remote([SQUARE, NINE])) == [1.0, 0.5]
             ray.kill(actor)
