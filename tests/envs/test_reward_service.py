@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -17,7 +18,6 @@ from typing import Any
 
 import pytest
 from requiring import require
-from torch.utils.data import DataLoader, Dataset
 
 from agentkit.errors import EngineUnavailable
 from agentkit.sandboxes.backends.local.backend import LocalBackend
@@ -32,6 +32,9 @@ CASES = (("3", "9"), ("5", "25"))
 SERVICE = Programs(backend="local")
 
 
+pytestmark = pytest.mark.timeout(400)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _local_sandboxes() -> None:
     try:
@@ -40,7 +43,7 @@ def _local_sandboxes() -> None:
         require(False, str(error))
 
 
-class Completions(Dataset[Any]):
+class Completions:
     """Scores programs in the workers of a ``DataLoader``."""
 
     def __init__(self, programs: list[str]) -> None:
@@ -54,14 +57,14 @@ class Completions(Dataset[Any]):
         return os.getpid(), score
 
 
-def score_in_child(program: str) -> float | None:
+def score_one(program: str) -> float | None:
     return SERVICE([program], CASES)[0]
 
 
 def test_threads_and_event_loops_share_a_pool() -> None:
     assert SERVICE([SQUARE, NINE, ENDLESS, "raise SystemExit(3)"], CASES) == [1.0, 0.5, 0.0, 0.0]
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(score_in_child, [SQUARE, NINE, SQUARE])) == [1.0, 0.5, 1.0]
+        assert list(threads.map(score_one, [SQUARE, NINE, SQUARE])) == [1.0, 0.5, 1.0]
     for _ in range(2):  # each in a loop of its own
         assert asyncio.run(SERVICE.scores([NINE, SQUARE], CASES)) == [0.5, 1.0]
     assert sandboxes.cache_info().currsize == 1
@@ -69,14 +72,17 @@ def test_threads_and_event_loops_share_a_pool() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_have_pools_of_their_own(method: str) -> None:
-    assert score_in_child(SQUARE) == 1.0  # a pool that the child must not use
+    assert score_one(SQUARE) == 1.0  # a pool that the child must not use
+    score = functools.partial(SERVICE, cases=CASES)  # nothing of this module, which a spawned process would import
     with multiprocessing.get_context(method).Pool(2) as pool:
-        assert pool.map(score_in_child, [NINE, SQUARE, NINE], chunksize=1) == [0.5, 1.0, 0.5]
-    assert score_in_child(SQUARE) == 1.0
+        assert pool.map(score, [[NINE], [SQUARE], [NINE]], chunksize=1) == [[0.5], [1.0], [0.5]]
+    assert score_one(SQUARE) == 1.0
 
 
 def test_workers_of_a_data_loader() -> None:
-    loader = DataLoader(Completions([SQUARE, NINE] * 2), num_workers=2, batch_size=None)
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(Completions([SQUARE, NINE] * 2), num_workers=2, batch_size=None)  # pyright: ignore[reportArgumentType]
     found = list(loader)
     assert [score for _, score in found] == [1.0, 0.5] * 2
     assert len({process for process, _ in found} | {os.getpid()}) == 3
