@@ -15,6 +15,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -67,7 +68,11 @@ class Portal:
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` from any loop; cancelling the caller cancels ``work``."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self.start(work))
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start ``work`` without waiting for it; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def opened(self, resource: Closable) -> None:
         """Close ``resource`` when the interpreter exits, unless ``closed`` is called before."""
