@@ -130,6 +130,11 @@ class _Episode:
         asked = messages[-1].get("content") if isinstance(messages, list) and messages else messages
         return f"\n\n{text}" if asked else text
 
+    @property
+    def voided(self) -> bool:
+        """Whether the environment of the latest episode failed, for reward functions; they get ``environments``."""
+        return self._failure is not None
+
     def get_reward(self) -> float | None:
         """End the episode and return its reward; None if the environment failed.
 
@@ -137,7 +142,7 @@ class _Episode:
             EnvFailureBudgetExceeded: too many of the latest environments failed.
         """
         self._end()
-        return None if self._failure else self._return
+        return None if self.voided else self._return
 
     def _take(self, action: str) -> str:
         """Take an action; return the text for the model."""

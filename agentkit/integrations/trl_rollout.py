@@ -107,6 +107,11 @@ class RolloutFunc:
                 f"the temperature of GRPOConfig is {trainer.args.temperature}, that of RolloutFunc is "
                 f"{self._temperature}: make them equal"
             )
+        if self._own and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ConfigError(
+                "RolloutFunc generates with the trainer's model, which FSDP and DeepSpeed may share among processes "
+                "that do not generate equally often: train without them, or pass a coroutine `generate`"
+            )
         if self._own and trainer.use_vllm:
             raise ConfigError(
                 "RolloutFunc generates with the trainer's model: set use_vllm=False, or pass a coroutine `generate` "
@@ -217,7 +222,7 @@ def _generate(prompts: list[list[int]], sampling: Sampling, trainer: Any) -> lis
     config = copy.deepcopy(trainer.generation_config)
     config.update(max_new_tokens=sampling.max_tokens, eos_token_id=list(sampling.stop_ids), temperature=1.0)
     recorder = Recorder()
-    # This also turns off gradient checkpointing, with which `generate` would compute the whole prompt for each token.
+    # This also turns off gradient checkpointing, with which there is no cache, and `generate` gives wrong answers.
     unwrapped = unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
