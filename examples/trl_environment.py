@@ -5,6 +5,7 @@ MODEL is a model that calls tools, such as Qwen/Qwen3-0.6B.
 
 import sys
 
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -27,6 +28,8 @@ def main(path: str, steps: str = "100", output: str = "runs/trl") -> None:
             max_completion_length=512,
             max_tool_calling_iterations=6,
             chat_template_kwargs={"enable_thinking": False},
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
             logging_steps=1,
             report_to=[],
             save_strategy="no",

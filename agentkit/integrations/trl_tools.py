@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 from agentkit.errors import ConfigError
 from agentkit.tool_calls import Tool, ToolCall, action_of
 
-RESERVED = frozenset({"reset", "get_reward"})
+RESERVED = frozenset({"reset", "get_reward", "voided"})
 _TYPES: Mapping[str, Any] = {
     "string": str,
     "integer": int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from agentkit.envs.invoice import Invoice
 from agentkit.errors import ConfigError, EngineError, EngineUnavailable
 from agentkit.integrations.trl import EnvironmentFactory, RolloutFunc, episode_reward
 from agentkit.sandboxes.backends.local.backend import LocalBackend
-from agentkit.trainers.models.quickstart import quickstart_model, quickstart_tokenizer
+from agentkit.trainers.models.quickstart import build_quickstart, quickstart_model, quickstart_tokenizer
 
 pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -95,6 +96,12 @@ def trainer_of(tmp_path: Path, dataset: dict[str, Any], **arguments: Any) -> Any
     return GRPOTrainer(args=GRPOConfig(**{**settings, **arguments}), train_dataset=Dataset.from_dict(dataset), **given)
 
 
+def run_example(name: str, model: Path, output: Path) -> None:
+    """Run an example for one step."""
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / name))["main"](str(model), "1", str(output))
+    assert (output / "model.safetensors").exists()
+
+
 def weights(trainer: Any) -> Any:
     return torch.cat([parameter.detach().flatten().clone() for parameter in trainer.model.parameters()])
 
@@ -160,6 +167,10 @@ def test_training(tmp_path: Path, letters: Any) -> None:
     assert len(PAID) == 2 * 8 * 3
     # TRL computes the probabilities again; those of the rollout were the same, so no ratio is clipped.
     assert all(entry["clip_ratio/region_mean"] == 0 for entry in logs)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    run_example("trl_rollout.py", build_quickstart(tmp_path / "model"), tmp_path / "trained")
 
 
 def test_voided_episodes_do_not_count(tmp_path: Path, letters: Any) -> None:
@@ -314,6 +325,8 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         max_completion_length=128,
         max_tool_calling_iterations=2,
     )
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     before = weights(trainer)
     trainer.train()
     assert asyncio.run(sandboxes()) > 0
@@ -326,6 +339,8 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(rewards) == 16
     assert 1.0 in rewards  # a right total
     assert 0.0 in rewards  # a wrong one
+    run_example("trl_environment.py", tmp_path / "model", tmp_path / "trained")
+    assert asyncio.run(sandboxes()) == 0
 
 
 def test_a_failure_in_a_tool_is_left_out(tmp_path: Path) -> None:
