@@ -30,7 +30,7 @@ PAID: list[str] = []
 
 
 class Letters(TextEnv):
-    """Pays for the letter e; fails in the second turn of the tasks that ``fails`` names."""
+    """Pays for the letter e; fails in the given turn of the tasks that ``fails`` names."""
 
     instructions = "Write."
     max_turns = 3
@@ -38,9 +38,9 @@ class Letters(TextEnv):
     deterministic = False
     open: ClassVar[int] = 0
 
-    def __init__(self, fails: str = "none") -> None:
+    def __init__(self, fails: str = "none", turn: int = 2) -> None:
         super().__init__()
-        self._fails = VOIDED[fails]
+        self._fails, self._turn = VOIDED[fails], turn
         Letters.open += 1
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -50,7 +50,7 @@ class Letters(TextEnv):
 
     def step(self, action: str) -> Any:
         self._turns += 1
-        if self._turns == 2 and self._seed in self._fails:
+        if self._turns == self._turn and self._seed in self._fails:
             raise OSError("no ink")
         PAID.append(action)
         reward = action.count("e") / max(1, len(action))
@@ -321,7 +321,6 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         processing_class=tokenizer,
         environment_factory=factory,
         num_generations=4,
-        max_steps=2,
         max_completion_length=128,
         max_tool_calling_iterations=2,
     )
@@ -333,10 +332,11 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     factory.close()
     assert asyncio.run(sandboxes()) == 0
     assert not torch.equal(before, weights(trainer))
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert all(entry["tools/call_frequency"] > 0.5 and entry["tools/failure_frequency"] == 0 for entry in logs)
+    (entry,) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert entry["tools/call_frequency"] > 0.5
+    assert entry["tools/failure_frequency"] == 0
     rewards = list(trainer._logs["rewards"]["Invoice-v0"])
-    assert len(rewards) == 16
+    assert len(rewards) == 8
     assert 1.0 in rewards  # a right total
     assert 0.0 in rewards  # a wrong one
     run_example("trl_environment.py", tmp_path / "model", tmp_path / "trained")
@@ -344,7 +344,7 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_failure_in_a_tool_is_left_out(tmp_path: Path) -> None:
-    factory = EnvironmentFactory("Letters-v0", kwargs={"fails": "odd"}, max_turns=4)
+    factory = EnvironmentFactory("Letters-v0", kwargs={"fails": "odd", "turn": 1}, max_turns=4)
     model, tokenizer = tool_model(factory(), "step", [{"action": "see"}, {"action": "on"}])
     trainer = trainer_of(
         tmp_path,
@@ -360,7 +360,7 @@ def test_a_failure_in_a_tool_is_left_out(tmp_path: Path) -> None:
     rewards, advantages = list(trainer._logs["rewards"]["Letters-v0"]), list(trainer._logs["advantages"])
     voided = [math.isnan(reward) for reward in rewards]
     assert voided[:4] == [False] * 4
-    assert any(voided)  # those that called the tool twice
+    assert any(voided)  # those that called the tool
     assert [advantage for nan, advantage in zip(voided, advantages, strict=True) if nan] == [0.0] * sum(voided)
     factory.close()
     assert Letters.open == 0
