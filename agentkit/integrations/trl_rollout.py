@@ -196,7 +196,7 @@ def _generate(prompts: list[list[int]], sampling: Sampling, trainer: Any) -> lis
     """
     import torch
     from transformers import LogitsProcessor, LogitsProcessorList
-    from trl.models import unwrap_model_for_generation
+    from trl.models.utils import unwrap_model_for_generation
 
     class Recorder(LogitsProcessor):
         """Keeps the log-probabilities of sampled tokens, which are known at the next step, not those of all tokens."""

@@ -95,6 +95,10 @@ def schema(method: Any) -> dict[str, Any]:
     return declared
 
 
+def taken(instance: Any, action: str) -> str:
+    return action
+
+
 def test_the_declared_tools_are_the_methods() -> None:
     instance = EnvironmentFactory("Invoice-v0")()
     assert sorted(tool_names(instance)) == ["calculate", "price", "submit"]
@@ -116,7 +120,7 @@ def test_schemas_survive_the_way_through_a_docstring() -> None:
     }
     parameters = {"type": "object", "properties": properties, "required": ["mode", "path"]}
     function = {"name": "edit", "description": "Edit a file.\n\n  Raises: no flag.", "parameters": parameters}
-    found = schema(type("Files", (), {"edit": tool_method({"type": "function", "function": function}, str)})().edit)
+    found = schema(type("Files", (), {"edit": tool_method({"type": "function", "function": function}, taken)})().edit)
     assert sorted(found["function"]["parameters"].pop("required")) == ["mode", "path"]
     assert found["function"].pop("description") == "Edit a file.\n\n  Raises : no flag."  # else a section would begin
     assert found["function"]["parameters"]["properties"]["ratio"].pop("description") == "Args : none."
@@ -131,7 +135,7 @@ def test_what_a_type_cannot_express_is_described() -> None:
         "description": "Go.",
         "parameters": {"type": "object", "properties": {"to": point, "any": {}}},
     }
-    found = schema(type("Map", (), {"go": tool_method({"type": "function", "function": function}, str)})().go)
+    found = schema(type("Map", (), {"go": tool_method({"type": "function", "function": function}, taken)})().go)
     described = found["function"]["parameters"]["properties"]
     assert described["to"]["type"] == "object"
     assert '"properties": {"x": {"type": "integer"}}' in described["to"]["description"]
@@ -151,7 +155,7 @@ def test_names_that_python_or_trl_do_not_allow(name: str, argument: str, said: s
     parameters = {"type": "object", "properties": {argument: {"type": "string"}}}
     function = {"name": name, "description": "Go.", "parameters": parameters}
     with pytest.raises(ConfigError, match=said):
-        tool_method({"type": "function", "function": function}, str)
+        tool_method({"type": "function", "function": function}, taken)
 
 
 def test_text_actions_are_one_tool_with_the_instructions(door: EnvironmentFactory) -> None:

@@ -78,8 +78,8 @@ def trainer_of(tmp_path: Path, dataset: dict[str, Any], **arguments: Any) -> Any
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     trainer_arguments = ("model", "processing_class", "reward_funcs", "rollout_func", "environment_factory")
-    given = {name: arguments.pop(name) for name in trainer_arguments if name in arguments}
-    settings = {
+    given: dict[str, Any] = {name: arguments.pop(name) for name in trainer_arguments if name in arguments}
+    settings: dict[str, Any] = {
         "output_dir": str(tmp_path / "out"),
         "use_cpu": True,
         "bf16": False,
@@ -92,7 +92,8 @@ def trainer_of(tmp_path: Path, dataset: dict[str, Any], **arguments: Any) -> Any
         "report_to": [],
         "save_strategy": "no",
     }
-    given = {"model": quickstart_model(0), "processing_class": quickstart_tokenizer(), **given}
+    given.setdefault("model", quickstart_model(0))
+    given.setdefault("processing_class", quickstart_tokenizer())
     return GRPOTrainer(args=GRPOConfig(**{**settings, **arguments}), train_dataset=Dataset.from_dict(dataset), **given)
 
 
@@ -268,7 +269,8 @@ def tool_model(instance: Any, tool: str, answers: list[dict[str, Any]], steps: i
     """Return a model that knows by heart to call ``tool`` with one of ``answers``, and its tokenizer."""
     import trl
 
-    model, tokenizer = quickstart_model(0).train(), quickstart_tokenizer()
+    model: Any = quickstart_model(0).train()
+    tokenizer: Any = quickstart_tokenizer()
     tokenizer.padding_side = "left"
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
