@@ -25,7 +25,7 @@ def main(path: str, steps: str = "40", output: str = "runs/trl") -> None:
         args=GRPOConfig(
             output_dir=output,
             max_steps=int(steps),
-            per_device_train_batch_size=64,
+            per_device_train_batch_size=32,
             num_generations=8,
             learning_rate=5e-4,
             lr_scheduler_type="constant",

@@ -22,7 +22,7 @@ from agentkit.integrations.trl import EnvironmentFactory, RolloutFunc, episode_r
 from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.trainers.models.quickstart import build_quickstart, quickstart_model, quickstart_tokenizer
 
-pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.timeout(900)]
 
 VOIDED = {"none": (), "odd": (1, 3), "all": (0, 1, 2, 3)}
 PAID: list[str] = []
