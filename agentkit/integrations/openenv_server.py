@@ -14,13 +14,10 @@ import hmac
 import json
 import logging
 import signal
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from agentkit import registry
 from agentkit.envs.base import AsyncTextEnv
@@ -28,6 +25,7 @@ from agentkit.envs.isolation.env import RESET_TIMEOUT, STEP_TIMEOUT
 from agentkit.envs.isolation.validation import Description
 from agentkit.envs.vector.slots import Slot, Slots, Timeouts
 from agentkit.errors import AgentkitError, ConfigError, EnvCrashed
+from agentkit.http_server import HttpServer, Message, Receive, Send
 from agentkit.integrations.openenv_session import (
     Failure,
     Refusal,
@@ -50,13 +48,9 @@ _log = logging.getLogger(__name__)
 PORT, MAX_SESSIONS, IDLE_TIMEOUT = 8000, 64, 3600.0
 _LIMIT = 4 << 20
 """Bytes of the longest request or message."""
-_BODY_SECONDS, _STOP_SECONDS, _PING_SECONDS = 30.0, 3, 20.0
+_BODY_SECONDS, _PING_SECONDS = 30.0, 20.0
 _STATUS = {"INVALID_JSON": 422, "VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503}
 _ROUTES = {"/health": "get", "/metadata": "get", "/schema": "get", "/state": "get", "/reset": "post", "/step": "post"}
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class OpenEnvServer:
@@ -118,53 +112,36 @@ class OpenEnvServer:
         self._tokens = [token.encode() for token in tokens]
         self._sessions: set[Session] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        settings = uvicorn.Config(
-            self._answer,  # pyright: ignore[reportArgumentType]
-            interface="asgi3",
-            http="h11",
+        self._http_server = HttpServer(
+            self._answer,
+            host,
+            port,
+            certificate=certificate,
+            key=key,
             ws="websockets-sansio",
             ws_max_size=_LIMIT,
             ws_ping_interval=_PING_SECONDS,
             ws_ping_timeout=None,  # a client that generates text may answer late; ``idle_timeout`` ends silent sessions
             ws_per_message_deflate=False,
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=_STOP_SECONDS,
-            ssl_certfile=certificate,
-            ssl_keyfile=None if key is None else str(key),
         )
-        try:
-            settings.load()
-        except OSError as error:
-            raise ConfigError(f"the certificate {certificate} and its key {key} cannot be used: {error}") from None
-        self._socket = _listen(host, port)
-        address = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if secure else 'http'}://{address}:{self._socket.getsockname()[1]}"
-        self._uvicorn = uvicorn.Server(settings)
-        # Signals belong to the process that uses the server.
-        self._uvicorn.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+        self.url = self._http_server.url
 
     async def __aenter__(self) -> OpenEnvServer:
         first = self._slots.make()
         try:
             self._description = description = await self._started(first)
         except BaseException:
-            self._socket.close()
+            self._http_server.close()
             await finished(self._slots.close())
             raise
         finally:
             await finished(first.close())
         self._max_steps = self._max_steps or description.max_turns * description.actions_per_turn
-        self._serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        await self._http_server.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._uvicorn.should_exit = True
-        await asyncio.wait({self._serving})
-        self._socket.close()
+        await self._http_server.__aexit__()
         await stopped(self._tasks)
         await self._slots.close()
 
@@ -338,17 +315,6 @@ def _slots(
     registry.check_arguments(id, cls, {**spec.kwargs, **here})
     blocking = not issubclass(cls, AsyncTextEnv) and cls.concurrency == "process"
     return Slots(id, here, "process" if blocking else "async", timeouts)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises ``ConfigError``."""
-    try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another, or 0") from None
-    # Small answers would otherwise wait for the client's delayed acknowledgement.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
 
 
 def serve(
