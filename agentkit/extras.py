@@ -29,6 +29,11 @@ def require_server() -> None:
     _require("the sandbox server", "server", _SERVER)
 
 
+def require_serving() -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``serve`` are installed; imports none of them."""
+    _require("the chat endpoint", "serve", (*_TRAINING, "uvicorn"))
+
+
 def require_deepspeed() -> None:
     """Raise ``MissingExtra`` unless DeepSpeed is installed; does not import it."""
     _require("learner.backend=deepspeed", "deepspeed", ("deepspeed",))

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from agentkit.cli import algorithm, data, doctor, env, evaluate, model, plan, run, sandbox, show
+from agentkit.cli import algorithm, data, doctor, env, evaluate, model, plan, run, sandbox, serve, show
 from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
+app.command("serve")(serve.serve)
 app.command("show")(show.show)
 app.add_typer(env.app, name="env")
 app.add_typer(sandbox.app, name="sandbox")

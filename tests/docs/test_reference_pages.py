@@ -39,7 +39,7 @@ def test_every_algorithm_has_a_row_with_its_source() -> None:
         assert all(re.search(r"\d{4}|the same", rows[name]) for name in names), "a source has a year or an arXiv number"
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "eval", "show", "doctor"])
+@pytest.mark.parametrize("command", ["run", "plan", "eval", "serve", "show", "doctor"])
 def test_the_command_page_names_every_option(command: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "agentkit", command, "--help"], capture_output=True, text=True, timeout=60, check=True

@@ -107,7 +107,7 @@ class ChatTemplate:
         self._content_id = self._find_content_id(prompt)
 
     def render(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
-        """Render a conversation that begins with a system message.
+        """Render a conversation.
 
         Args:
             messages: their contents are given to the template as they are.
@@ -116,14 +116,37 @@ class ChatTemplate:
         Raises:
             RendererError: the template fails.
         """
-        if self.system_is_merged:
-            system, first, *others = messages
-            messages = [Message("user", f"{system.content}\n\n{first.content}"), *others]
+        if self.system_is_merged and messages and messages[0].role == "system":
+            system, *others = messages
+            if others and others[0].role == "user":
+                first, *others = others
+                system = Message("user", f"{system.content}\n\n{first.content}")
+            messages = [Message("user", system.content), *others]
         return self._apply(messages, prompt)
 
     def prompt_ids(self, messages: Sequence[Message]) -> IntArray:
         """Return the ids of a conversation and the generation prompt, int32 ``[p]``."""
-        return int32(self._encode_disguised(self.render([self._disguised(message) for message in messages])))
+        return int32(self.encode_disguised(self.render_disguised(messages)))
+
+    def render_disguised(self, messages: Sequence[Message]) -> str:
+        """Render a conversation and the generation prompt; the texts of messages are in other letters."""
+        return self.render([self._disguised(message) for message in messages])
+
+    def undisguised(self, rendered: str) -> str:
+        """Return a text that ``render_disguised`` returned, or a part of it, in its own letters."""
+        return rendered.translate(self._undisguise)
+
+    def encode_disguised(self, rendered: str) -> list[int]:
+        """Return the ids of a text that ``render_disguised`` returned, or of a part of it."""
+        text = self.undisguised(rendered)
+        ids: list[int] = []
+        done = 0
+        for token in self._control_token.finditer(text):
+            start, end = token.span()
+            if text[start:end] != rendered[start:end]:  # some of it is from a message
+                ids += [*self.encode(text[done:start]), *self.encode_plain(text[start:end])]
+                done = end
+        return [*ids, *self.encode(text[done:])]
 
     def ids_after(self, start: str, before: Sequence[Message], message: Message) -> list[int]:
         """Return the ids that follow ``start`` if ``message`` follows ``before``, with the generation prompt.
@@ -135,7 +158,7 @@ class ChatTemplate:
         """
         rendered = self.render([*before, self._disguised(message)])
         assert rendered.startswith(start), "the start does not depend on the text of the last message"
-        return self._encode_disguised(rendered[len(start) :])
+        return self.encode_disguised(rendered[len(start) :])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a trusted text, in which control tokens count."""
@@ -206,17 +229,6 @@ class ChatTemplate:
             return {self._disguised_value(key): self._disguised_value(part) for key, part in value.items()}
         return [self._disguised_value(part) for part in value] if isinstance(value, list) else value
 
-    def _encode_disguised(self, rendered: str) -> list[int]:
-        text = rendered.translate(self._undisguise)
-        ids: list[int] = []
-        done = 0
-        for token in self._control_token.finditer(text):
-            start, end = token.span()
-            if text[start:end] != rendered[start:end]:  # some of it is from a message
-                ids += [*self.encode(text[done:start]), *self.encode_plain(text[start:end])]
-                done = end
-        return [*ids, *self.encode(text[done:])]
-
     # -- reading the template -------------------------------------------------------------------------------------
 
     def _apply(self, messages: Sequence[Message], prompt: bool) -> str:
@@ -233,15 +245,21 @@ class ChatTemplate:
             raise RendererError(f"the chat template failed on a plain conversation: {error}") from error
 
     def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages in the form of transformers. Calls are numbered, because some templates need their ids."""
+        """Return messages in the form of transformers. Calls are numbered, because some templates need their ids.
+
+        Results of tools are in the order of the calls.
+        """
         given: list[dict[str, Any]] = []
-        last: dict[str, str] = {}
+        unanswered: list[dict[str, str]] = []
         for message in messages:
             text = message.content
             one: dict[str, Any] = {"role": message.role}
             one["content"] = [{"type": "text", "text": text}] if self._in_parts else text
-            for call in message.calls:
-                last = {"name": call.name, "tool_call_id": f"call{len(given):05d}"}
+            if message.calls:
+                unanswered = []
+            for place, call in enumerate(message.calls):
+                last = {"name": call.name, "tool_call_id": f"call{len(given) + place:05d}"}
+                unanswered.append(last)
                 arguments: Any = call.arguments
                 if self.arguments_as_text:
                     arguments = json.dumps(arguments, ensure_ascii=False)
@@ -249,7 +267,9 @@ class ChatTemplate:
                 one.setdefault("tool_calls", []).append(
                     {"type": "function", "id": last["tool_call_id"], "function": function}
                 )
-            given.append(one | last if message.role == "tool" else one)
+            if message.role == "tool" and unanswered:
+                one |= unanswered.pop(0) if len(unanswered) > 1 else unanswered[0]
+            given.append(one)
         return given
 
     def _find_form(self) -> tuple[bool, bool]:
