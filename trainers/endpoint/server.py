@@ -34,7 +34,7 @@ _LIMIT = 16 << 20
 _BODY_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 10.0
 """Seconds between comments in a stream whose answer is not complete."""
-_MOST_CONNECTIONS = 1024
+_MOST_CONNECTIONS = 1 << 14
 
 
 class ChatServer:
@@ -70,6 +70,7 @@ class ChatServer:
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._created = int(time.time())
+        self._closing = False
         self._http = HttpServer(
             self._handle, host, port, certificate=certificate, key=key, limit_concurrency=_MOST_CONNECTIONS
         )
@@ -80,6 +81,7 @@ class ChatServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closing = True
         await stopped(self._tasks)
         await self._http.__aexit__()
 
@@ -105,6 +107,10 @@ class ChatServer:
                 await _send_json(send, error.status, error.body)
             except OSError:
                 raise
+            except asyncio.CancelledError:
+                if not self._closing:
+                    raise
+                await _send_json(send, 503, ApiError(503, "the server ends").body)
             except Exception:
                 _log.exception("a request to %s failed", scope["path"])
                 await _send_json(send, 500, ApiError(500, "the server failed; see its log").body)

@@ -76,6 +76,9 @@ class ChatPlayer:
         finally:
             trajectory.duration_s = time.perf_counter() - begun
 
+    async def close(self) -> None:
+        """Do nothing: the endpoint belongs to the caller."""
+
     async def _answer(self, trajectory: Trajectory, messages: list[Message], seed: int) -> Turn:
         start = time.perf_counter()
         reply = await self.endpoint.chat(

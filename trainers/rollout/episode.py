@@ -198,6 +198,9 @@ class Player:
             with contextlib.suppress(EngineError):
                 await self.engine.abort(session)
 
+    async def close(self) -> None:
+        """Do nothing: no episode left anything open."""
+
     async def _answer(
         self, trajectory: Trajectory, tokens: TokenBuffer, max_tokens: int, seed: int, session: str
     ) -> Turn:

@@ -20,10 +20,11 @@ from agentkit.results import EvalResult
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.chat import ChatPlayer
 from agentkit.trainers.rollout.counters import task_metrics
-from agentkit.trainers.rollout.episode import EpisodeRules, Player
+from agentkit.trainers.rollout.episode import EpisodeRules
 from agentkit.trainers.rollout.failures import Attempts, fail, void
 from agentkit.trainers.rollout.hosts import EnvPool
 from agentkit.trainers.rollout.parser import AnswerParser
+from agentkit.trainers.rollout.player import EpisodePlayer, make_player
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import Trajectory
@@ -53,7 +54,7 @@ async def evaluate(
 
     Raises ``EnvFailureBudgetExceeded`` if no episode has a result, and the errors of the engine.
     """
-    player = Player(engine, renderer, parser, _rules(config, temperature))
+    player = make_player(config, engine, renderer, parser, _rules(config, temperature))
     concurrency = concurrency or 2 * config.engine.replicas * config.engine.max_batch
     return await _play_all(player, seeds, concurrency, attempts(config), on_episode)
 
@@ -79,7 +80,7 @@ def _rules(config: RunConfig, temperature: float) -> EpisodeRules:
 
 
 async def _play_all(
-    player: Player | ChatPlayer, seeds: Sequence[int], concurrency: int, attempts: int, on_episode: OnEpisode
+    player: EpisodePlayer, seeds: Sequence[int], concurrency: int, attempts: int, on_episode: OnEpisode
 ) -> EvalResult:
     pool = EnvPool(player.rules.source)
     queue = list(enumerate(seeds))[::-1]
@@ -105,12 +106,13 @@ async def _play_all(
             for task in workers:
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+            await player.close()
             await pool.close()
     return _result([played[index] for index in range(len(seeds))], voided)
 
 
 async def _one(
-    player: Player | ChatPlayer,
+    player: EpisodePlayer,
     pool: EnvPool,
     index: int,
     seed: int,

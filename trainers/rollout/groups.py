@@ -20,9 +20,9 @@ from typing import Literal
 from agentkit.config import RunConfig, attempts
 from agentkit.errors import EngineError, EnvError, EnvFailureBudgetExceeded, PluginError, UnexplainedCrash
 from agentkit.trainers.rollout.counters import RolloutCounters
-from agentkit.trainers.rollout.episode import Player
 from agentkit.trainers.rollout.failures import Attempts, FailureBudget, fail, void
 from agentkit.trainers.rollout.hosts import EnvPool
+from agentkit.trainers.rollout.player import EpisodePlayer
 from agentkit.trainers.rollout.plugin import reward_shaping
 from agentkit.types import Group, Trajectory
 
@@ -76,7 +76,7 @@ class GroupPlayer:
     def __init__(
         self,
         config: RunConfig,
-        player: Player,
+        player: EpisodePlayer,
         *,
         window: int,
         counters: RolloutCounters,
@@ -114,6 +114,7 @@ class GroupPlayer:
         """Wait, in bounded time, for the episodes of groups that were ended, and close all environments. Idempotent."""
         if self.alive:  # an engine that ignores its cancellation must not delay the exit
             await asyncio.wait(self.alive, timeout=_CLOSE_TIMEOUT)
+        await self._player.close()
         await self.pool.close()
 
     def _task_ended(self, group: GroupRun, task: asyncio.Task[None]) -> None:

@@ -15,11 +15,12 @@ from agentkit.errors import EngineError
 from agentkit.trainers.algorithms.signal import carries_signal
 from agentkit.trainers.inference.base import InferenceEngine
 from agentkit.trainers.rollout.counters import FILTERED, ZERO_SIGNAL, RolloutCounters
-from agentkit.trainers.rollout.episode import EpisodeRules, Player
+from agentkit.trainers.rollout.episode import EpisodeRules
 from agentkit.trainers.rollout.garbage import CalmCollector
 from agentkit.trainers.rollout.gate import Gate, Take
 from agentkit.trainers.rollout.groups import SHUTDOWN, Ending, GroupPlayer, GroupRun, OnEpisode
 from agentkit.trainers.rollout.parser import AnswerParser
+from agentkit.trainers.rollout.player import make_player
 from agentkit.trainers.rollout.plugin import group_filter
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
@@ -57,7 +58,7 @@ class RolloutLoop:
         members = rollout.group_size + rollout.extra_members
         self._player = GroupPlayer(
             config,
-            Player(engine, renderer, parser, EpisodeRules.of(config, source)),
+            make_player(config, engine, renderer, parser, EpisodeRules.of(config, source)),
             window=max(100, 4 * self.gate.capacity * members),
             counters=self._counters,
             on_episode=on_episode,

@@ -69,7 +69,7 @@ class ChatTemplate:
                 f"{type(tokenizer).__name__} has no chat template: use the model's instruct variant, or set "
                 "model.chat_template"
             )
-        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
         # A copy, because padding or truncation may be set on the original.
         self._encoder = Tokenizer.from_str(backend.to_str())
         self._encoder.no_truncation()
@@ -234,7 +234,7 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], prompt: bool) -> str:
         tools = {} if self.given_tools is None else {"tools": self.given_tools}
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 self._as_dicts(messages),
                 **tools,
                 tokenize=False,
