@@ -72,6 +72,11 @@ def evaluate(
     config = evaluation_config(target, env, overrides)
     if endpoint is None:
         require_training()
+    elif config.agent is not None:
+        raise ConfigError(
+            "the run's agent asks the policy that runs here: leave --endpoint out (in Python: endpoint=), or add "
+            "agent=null to play with the built-in loop"
+        )
     check(config, model=endpoint is None)
     first = config.evaluation.first_seed
     seeds = range(first, first + episodes)

@@ -78,6 +78,12 @@ class Task:
         self.effects: list[tuple[int, tuple[str, ...], float, bool]] = []
         """For each step: the requests before it, the actions, the reward, and whether they were valid."""
         self._env, self._session, self._most = env, session, rules.source.max_turns
+        self._one_at_a_time = asyncio.Lock()
+        self._ended = False
+
+    def end(self) -> None:
+        """Refuse further steps: the environment now belongs to another episode."""
+        self._ended = True
 
     async def step(self, *actions: str) -> Step:
         """Carry out actions of the environment, one after the other.
@@ -87,10 +93,17 @@ class Task:
 
         Raises:
             RuntimeError: the episode is over.
+            TypeError: an action is not a text, or there is none.
             EnvError: the environment failed; the episode is voided, whatever the agent does.
         """
-        if self.outcome is not None or self.failure is not None:
-            raise RuntimeError("the episode is over: a step returned done=True")
+        if not actions or not all(isinstance(action, str) for action in actions):
+            raise TypeError(f"step takes one or more actions, which are texts, not {actions!r:.200}")
+        async with self._one_at_a_time:
+            return await self._step(actions)
+
+    async def _step(self, actions: tuple[str, ...]) -> Step:
+        if self.outcome is not None or self.failure is not None or self._ended:
+            raise RuntimeError("the episode is over: a step returned done=True, or the agent has ended")
         begun = time.perf_counter()
         try:
             result = await self._env.act(actions)
@@ -169,6 +182,8 @@ class AgentPlayer:
             except EnvError:
                 trajectory.turns, trajectory.rerendered = turns(session.recorder.exchanges)
                 raise
+            finally:
+                task.end()
             _record(trajectory, task, session, problem, rules.format_penalty)
         finally:
             trajectory.duration_s = time.perf_counter() - begun

@@ -89,5 +89,22 @@ async def stubborn(task: Task, endpoint: Endpoint) -> str:
     return answer.content
 
 
+LEFT: list[asyncio.Task[Any]] = []
+
+
+async def lingering(task: Task, endpoint: Endpoint) -> str:
+    """Leave work behind that steps after the end; step twice at once, and with what is not a text."""
+
+    async def late() -> None:
+        await asyncio.sleep(0.2)
+        await task.step("Go")
+
+    answer = await ask(endpoint, opening(task))
+    LEFT.append(asyncio.ensure_future(late()))
+    await asyncio.gather(task.step("Go"), task.step("Go"))
+    await task.step(7)  # pyright: ignore[reportArgumentType]
+    return answer.content
+
+
 def plain(task: Task, endpoint: Endpoint) -> str:
     return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
+import endpoint_agents
 import pytest
 from rollout_harness import GO, Harness, configure
 
@@ -134,6 +136,25 @@ async def test_a_failure_after_an_answer_is_the_policys(agent: str, reason: str)
         assert reason in member.reason
         assert member.reward == 0
     assert harness.endings == {("trained", ""): 4}
+
+
+async def test_an_agent_steps_only_in_its_own_episode() -> None:
+    """A late step does not reach the environment, and a wrong action does not void the episode."""
+    endpoint_agents.LEFT.clear()
+    harness = Harness(configured("lingering", {"length": 9}))
+    ((group, *_),) = await harness.run(1)
+    late = await asyncio.gather(*endpoint_agents.LEFT, return_exceptions=True)
+    assert all(isinstance(error, RuntimeError) and "is over" in str(error) for error in late)
+    for member in group.members:
+        assert member.turns[0].actions == ("Go", "Go")
+        assert "TypeError: step takes one or more actions" in member.reason
+    assert not any(ending == "voided" for ending, _ in harness.endings)
+
+
+def test_the_agent_of_a_run_does_not_play_at_an_endpoint() -> None:
+    agent = "agent={python: 'endpoint_agents:answering'}"
+    with pytest.raises(ConfigError, match="add agent=null"):
+        agentkit.evaluate("m", env="Countdown-v0", endpoint="http://localhost:1/v1", overrides=[agent])
 
 
 async def test_an_agent_cannot_hide_a_failing_environment(tmp_path: Path) -> None:
