@@ -24,7 +24,7 @@ class JsonlWriter:
         self._file = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False, default=str).encode() + b"\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False, default=str).encode() + b"\n")
 
     def sync(self) -> None:
         """Wait until everything written is on disk."""
@@ -64,13 +64,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return ``value`` in JSON types: scalars of numpy or torch as numbers, NaN and infinities as None."""
     if hasattr(value, "item") and not isinstance(value, float):
         value = value.item()  # a scalar of numpy or torch
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -1,6 +1,7 @@
 """The episodes of a run in one SQLite file.
 
-Invariant: the columns of a row repeat fields of its trajectory, which is stored completely (``agentkit.codec``).
+Invariant: the columns of a row repeat fields of its trajectory, which is stored completely (``agentkit.codec``), or
+sum them over its turns.
 ``step`` is the training step in which the episode ended; a roll-back to step s keeps the rows with step ≤ s.
 
 The table can also be queried with SQL: ``sqlite3 episodes.sqlite "select step, avg(success) from episodes
@@ -21,7 +22,7 @@ from agentkit.codec import decode_trajectory, encode_trajectory
 from agentkit.errors import RunDirectoryError
 from agentkit.types import Trajectory
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 create table if not exists episodes (
     id integer primary key,
@@ -41,6 +42,9 @@ create table if not exists episodes (
     turns integer not null,
     tokens integer not null,
     duration_s real,
+    action_tokens integer,
+    generate_s real,
+    env_s real,
     recorded_at real not null,
     trajectory blob not null
 );
@@ -50,6 +54,8 @@ _COLUMNS = (
     "id, step, ending, ending_reason, group_id, member, attempt, env_id, seed, version_started, outcome, reason, "
     "success, reward, turns, tokens, duration_s"
 )
+_SINCE_2 = {"action_tokens": "integer", "generate_s": "real", "env_s": "real"}
+"""Columns that files of format 1 lack, and their types."""
 _BUSY_TIMEOUT_S = 30.0
 
 EVALUATION = "eval"
@@ -129,13 +135,22 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = normal")
         version = connection.execute("pragma user_version").fetchone()[0]
-        if version not in (0, _SCHEMA_VERSION):
+        if version not in range(_SCHEMA_VERSION + 1):
             raise RunDirectoryError(f"{path} was written by another version of agentkit (format {version})")
+        if version == 1:
+            for column in missing_columns(connection):
+                connection.execute(f"alter table episodes add column {column} {_SINCE_2[column]}")
         connection.executescript(_SCHEMA)
         connection.execute(f"pragma user_version = {_SCHEMA_VERSION}")
         return connection
     except sqlite3.Error as error:
         raise RunDirectoryError(f"{path} cannot be written to: {error}") from error
+
+
+def missing_columns(connection: sqlite3.Connection) -> list[str]:
+    """Return the names of columns that the file lacks, because an older version wrote it."""
+    present = {row[1] for row in connection.execute("pragma table_info(episodes)")}
+    return [column for column in _SINCE_2 if column not in present]
 
 
 def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -> None:
@@ -144,8 +159,8 @@ def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -
     try:
         connection.executemany(
             "insert into episodes (step, ending, ending_reason, group_id, member, attempt, env_id, seed, "
-            "version_started, outcome, reason, success, reward, turns, tokens, duration_s, recorded_at, trajectory) "
-            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "version_started, outcome, reason, success, reward, turns, tokens, duration_s, action_tokens, generate_s, "
+            "env_s, recorded_at, trajectory) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (_values(episode) for episode in episodes),
         )
     except BaseException:
@@ -173,6 +188,9 @@ def _values(episode: PendingEpisode) -> tuple:
         len(trajectory.turns),
         trajectory.num_tokens,
         trajectory.duration_s,
+        trajectory.num_action_tokens,
+        sum(turn.generate_s for turn in trajectory.turns),
+        sum(turn.env_s for turn in trajectory.turns),
         time.time(),
         encode_trajectory(trajectory),
     )
@@ -212,14 +230,14 @@ def list_episodes(
     column = _ORDER_COLUMNS.get(order, order)
     way = "asc" if reverse else "desc"  # the last rows are the first rows in opposite order
     query = f"select {_COLUMNS} from episodes where {condition} order by {column} {way}, id {way} limit ?"
-    with _reading(path) as connection:
+    with reading(path) as connection:
         rows = connection.execute(query, (*values, -1 if last is None else last)).fetchall()
     return [_row(row) for row in reversed(rows)]
 
 
 def read_episode(path: Path, episode_id: int) -> tuple[EpisodeRow, Trajectory]:
     """Return one complete episode. Raises ``RunDirectoryError`` if the file does not contain it."""
-    with _reading(path) as connection:
+    with reading(path) as connection:
         query = f"select {_COLUMNS}, trajectory from episodes where id = ?"
         row = connection.execute(query, (episode_id,)).fetchone()
         if row is None:
@@ -245,7 +263,8 @@ def _row(values: tuple) -> EpisodeRow:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the file for queries. Raises ``RunDirectoryError`` if it does not exist or cannot be read."""
     if not path.is_file():
         raise RunDirectoryError(f"{path} does not exist: the run has recorded no episode yet")
     try:

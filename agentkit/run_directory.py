@@ -127,6 +127,15 @@ class RunDirectory:
         """Return the resolved configuration. Its ``dir`` is the current path (the directory may have been moved)."""
         return load_config(self.config_file).model_copy(update={"dir": self.path})
 
+    def in_use(self) -> bool:
+        """Return whether a process of this machine works on the run. It takes no lock, so it never stops a start."""
+        try:
+            inode = (self.path / ".lock").stat().st_ino
+            locks = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return False
+        return any(" FLOCK " in lock and f":{inode} " in lock for lock in locks)
+
     def release(self) -> None:
         """Unlock the run. Idempotent."""
         if self._lock is not None:

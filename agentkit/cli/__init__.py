@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from agentkit.cli import algorithm, data, doctor, env, evaluate, model, plan, run, sandbox, serve, show
+from agentkit.cli import algorithm, dashboard, data, doctor, env, evaluate, model, plan, run, sandbox, serve, show
 from agentkit.errors import AgentkitError, ConfigError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
 app.command("show")(show.show)
+app.command("dashboard")(dashboard.dashboard)
 app.add_typer(env.app, name="env")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(algorithm.app, name="algorithm")

@@ -14,7 +14,6 @@ import typer
 
 from agentkit.cli.show_rhythm import rhythm_lines
 from agentkit.cli.show_sandboxes import sandbox_lines
-from agentkit.model_files import ADAPTER
 from agentkit.text import printable
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ def show(
 ) -> None:
     """List the episodes of a run, or print one with tokens, log-probabilities, rewards and policy versions."""
     from agentkit import records
+    from agentkit.dashboard.queries import token_texts
     from agentkit.jsonl import read_jsonl
     from agentkit.run_directory import RunDirectory
 
@@ -205,21 +205,3 @@ def _turn_lines(number: int, turn: Turn, prompt: str, text_of: Callable[[list[in
 def _quoted(text: str) -> list[str]:
     """Indented lines."""
     return [f"  {line}" for line in printable(text).split("\n")]
-
-
-def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
-    """Return a function that decodes token ids with the run's saved tokenizer.
-
-    None if there is no tokenizer yet, or the package ``tokenizers`` (extra ``train``) is not installed.
-    """
-    exports = ("model", "checkpoints/*/model", f"checkpoints/*/learner/{ADAPTER}")
-    patterns = [f"{folder}/tokenizer.json" for folder in ("tokenizer", *exports)]
-    files = [file for pattern in patterns for file in directory.path.glob(pattern)]
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return None
-    if not files:
-        return None
-    tokenizer = Tokenizer.from_file(str(files[0]))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,96 @@
+"""Answers to the page's questions, as JSON. The server and the static copy use the same ones.
+
+Invariant: a run is named by the page and looked up among the runs that were found; a name is never used as a path.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentkit.dashboard import queries
+from agentkit.dashboard.credit import token_advantages
+from agentkit.errors import AgentkitError, RunDirectoryError
+from agentkit.run_directory import RunDirectory
+
+
+class Answers:
+    """Answers about the runs at and below ``places``. May be used from several threads.
+
+    Raises:
+        RunDirectoryError: a place is not a folder.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = list(places)
+        self.runs = queries.find_runs(self._places)
+        self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        self._texts: dict[Path, Callable[[list[int]], str]] = {}
+        self._lock = threading.Lock()
+        self._known: dict[str, Callable[[Mapping[str, str]], str]] = {
+            "runs": self._runs,
+            "settings": lambda asked: queries.to_json(queries.read_settings(self._run(asked))),
+            "metrics": lambda asked: queries.to_json(queries.metrics(self._run(asked))),
+            "episodes": self._episodes,
+            "episode": self._episode,
+            "advantages": lambda asked: queries.to_json(token_advantages(self._run(asked), _number(asked, "id"))),
+        }
+
+    def answer(self, question: str, asked: Mapping[str, str]) -> str:
+        """Return an answer as JSON.
+
+        Args:
+            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode`` or ``advantages``.
+            asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
+                ``queries.episode_table``.
+
+        Raises:
+            AgentkitError: the question or the run is unknown, or the run cannot be read.
+        """
+        if question not in self._known:
+            raise RunDirectoryError(f"the question {question!r} is unknown; known are {', '.join(self._known)}")
+        return self._known[question](asked)
+
+    def _run(self, asked: Mapping[str, str]) -> Path:
+        name = asked.get("run", "")
+        if name not in self.runs:
+            raise RunDirectoryError(f"there is no run {name!r}; reload the list of runs")
+        return self.runs[name]
+
+    def _runs(self, _: Mapping[str, str]) -> str:
+        self.runs = queries.find_runs([place for place in self._places if place.is_dir()])
+        return queries.to_json([{"name": name, **self._summary(path)} for name, path in self.runs.items()])
+
+    def _summary(self, path: Path) -> dict[str, Any]:
+        with self._lock:
+            stamp = queries.signature(path)
+            known = self._summaries.get(path)
+            if known is None or known[0] != stamp:
+                try:
+                    found = {"path": str(path), **queries.summary(path)}
+                except AgentkitError as error:
+                    found = {"path": str(path), "status": "unreadable", "error": str(error)}
+                known = self._summaries[path] = stamp, found
+            return known[1]
+
+    def _episodes(self, asked: Mapping[str, str]) -> str:
+        at = float(asked["at"]) if asked.get("at") else None
+        return queries.episode_table(
+            self._run(asked), after=_number(asked, "after"), at=at, count=_number(asked, "count")
+        )
+
+    def _episode(self, asked: Mapping[str, str]) -> str:
+        path = self._run(asked)
+        text_of = self._texts.get(path) or queries.token_texts(RunDirectory(path))
+        if text_of is not None:
+            self._texts[path] = text_of
+        return queries.to_json(queries.episode(path, _number(asked, "id"), text_of))
+
+
+def _number(asked: Mapping[str, str], name: str) -> int:
+    text = asked.get(name, "0")
+    if not text.isdecimal():
+        raise RunDirectoryError(f"{name}={text!r} must be a number")
+    return int(text)

@@ -1,0 +1,32 @@
+// Answers to questions, from the server or from the files of a static copy (see agentkit/dashboard/answers.py).
+
+const copy = globalThis.agentkitCopy;
+
+export const isCopy = Boolean(copy);
+
+export async function ask(question, asked = {}) {
+  return copy ? fromCopy(question, asked) : fromServer(question, asked);
+}
+
+async function fromServer(question, asked) {
+  const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value !== null && value !== undefined));
+  const response = await fetch(`api/${question}?${query}`, { cache: "no-store" });
+  if (response.status === 401 || response.status === 403) throw new Error(await response.text());
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+// A page that was opened from a file may not fetch others, but it may load scripts.
+function fromCopy(question, asked) {
+  const folder = asked.run === undefined ? "" : `${copy.folders[asked.run]}/`;
+  const name = `data/${folder}${question}${asked.id === undefined ? "" : `-${asked.id}`}.js`;
+  if (copy.answers[name] !== undefined) return Promise.resolve(copy.answers[name]);
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = name;
+    script.onload = () => resolve(copy.answers[name]);
+    script.onerror = () => reject(new Error("This copy does not contain it; export more with --episodes."));
+    document.head.append(script);
+  });
+}

@@ -1,0 +1,126 @@
+// The page: its header, the view of the address, updates, and keys.
+
+import { ask, isCopy } from "./data.js";
+import { h } from "./dom.js";
+import { Episode } from "./episode.js";
+import { Episodes } from "./episodes.js";
+import { Overview } from "./overview.js";
+import { go, link, route } from "./state.js";
+
+const EVERY_MS = 3000;
+const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode };
+const THEMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
+const KEYS = [
+  ["o", "overview"], ["e", "episodes"], ["/", "search"], ["j / k", "next, previous row"], ["Enter", "open the row"],
+  ["n / p", "next, previous episode"], ["1 2 3", "conversation, tokens, group"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
+];
+
+const root = document.getElementById("view");
+const status = h("span", { class: "status", role: "status" });
+const theme = h("button", { class: "theme", onclick: () => nextTheme() });
+const help = h("dialog", { class: "help", "aria-label": "Keys" });
+let current = null;
+let shown = "";
+let lastAnswer = "";
+
+function drawHeader() {
+  const { view } = route();
+  const tab = (name, text) => h("a", { href: link(name), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
+  document.getElementById("top").replaceChildren(
+    h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
+    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes")),
+    h("div", { class: "spring" }), status, theme, h("button", { onclick: () => help.showModal(), title: "Keys (?)" }, "?"));
+}
+
+function setTheme(value) {
+  if (value) document.documentElement.dataset.theme = value;
+  else delete document.documentElement.dataset.theme;
+  theme.textContent = THEMES[value];
+  try {
+    localStorage.setItem("agentkit-theme", value);
+  } catch { /* a page from a file may have no storage */ }
+  current?.recolour?.();
+}
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  setTheme(names[(names.indexOf(document.documentElement.dataset.theme ?? "") + 1) % names.length]);
+}
+
+function storedTheme() {
+  try {
+    return localStorage.getItem("agentkit-theme") ?? "";
+  } catch {
+    return "";
+  }
+}
+
+async function update() {
+  try {
+    const runs = await ask("runs");
+    const { view } = route();
+    if (shown !== view) {
+      current?.destroy();
+      root.replaceChildren();
+      root.className = view;
+      current = new (VIEWS[view] ?? Overview)(root);
+      shown = view;
+      lastAnswer = "";
+    }
+    const answer = JSON.stringify([runs, location.hash]);
+    if (answer !== lastAnswer) {
+      lastAnswer = answer;
+      drawHeader();
+      await current.show(runs);
+    }
+    const running = runs.filter((run) => run.status === "running").length;
+    status.textContent = isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
+    status.className = running && !isCopy ? "status live" : "status";
+  } catch (error) {
+    status.textContent = error instanceof TypeError ? "the server does not answer" : error.message;
+    status.className = "status wrong";
+  }
+}
+
+async function repeat() {
+  if (!document.hidden) await update();
+  setTimeout(repeat, EVERY_MS);
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") {
+    if (help.open) return;
+    if (document.activeElement?.matches("input, select")) document.activeElement.blur();
+    else if (route().view === "episode") go("episodes", { run: route().params.get("run") });
+    return;
+  }
+  if (event.target.matches?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
+  const actions = {
+    o: () => go("overview"),
+    e: () => go("episodes", { run: route().params.get("run") }),
+    t: nextTheme,
+    "?": () => help.showModal(),
+    "/": () => root.querySelector("[data-search]")?.focus(),
+  };
+  const action = actions[event.key] ?? current?.keys?.()[event.key];
+  if (action) {
+    event.preventDefault();
+    action();
+  }
+}
+
+help.append(
+  h("h2", null, "Keys"),
+  h("dl", null, KEYS.map(([key, meaning]) => h("div", null, h("dt", null, h("kbd", null, key)), h("dd", null, meaning)))),
+  h("form", { method: "dialog" }, h("button", null, "Close")));
+document.body.append(help);
+if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
+setTheme(storedTheme());
+drawHeader();
+addEventListener("hashchange", update);
+addEventListener("keydown", onKey);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => current?.recolour?.());
+document.addEventListener("visibilitychange", () => document.hidden || update());
+if (isCopy) update();
+else repeat();

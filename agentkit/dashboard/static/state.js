@@ -1,0 +1,34 @@
+// The state of the page is its address: #/view?name=value&…
+
+export function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  return { view: path || "overview", params: new URLSearchParams(query) };
+}
+
+export function link(view, values) {
+  const params = new URLSearchParams();
+  for (const [name, value] of Object.entries(values ?? {})) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== null && one !== undefined && one !== "") params.append(name, one);
+    }
+  }
+  const query = params.toString();
+  return `#/${view}${query ? `?${query}` : ""}`;
+}
+
+export function go(view, values) {
+  location.hash = link(view, values);
+}
+
+/** Change values of the current view without a step in the history; null and "" remove one. */
+export function change(values) {
+  const { view, params } = route();
+  for (const [name, value] of Object.entries(values)) {
+    params.delete(name);
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== null && one !== undefined && one !== "") params.append(name, one);
+    }
+  }
+  const query = params.toString();
+  history.replaceState(null, "", `#/${view}${query ? `?${query}` : ""}`);
+}

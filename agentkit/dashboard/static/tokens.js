@@ -1,0 +1,139 @@
+// An episode token by token: log-probability, version, advantage and mask of each.
+
+import { Chart } from "./chart.js";
+import { choice, facts, h, number, percent, safe } from "./dom.js";
+import { change, route } from "./state.js";
+
+const MEASURES = [["logprob", "log-probability"], ["version", "policy version"], ["advantage", "advantage"], ["weight", "mask of the loss"], ["none", "no colour"]];
+const PAGE = 20000;
+
+export class TokenView {
+  constructor(root, episode, advantages) {
+    this.episode = episode;
+    this.tokens = tokensOf(episode, advantages);
+    this.acted = this.tokens.filter((token) => token.action);
+    this.detail = h("div", { class: "panel detail", role: "status" }, h("p", { class: "note" }, "Point at a token, or move with the arrow keys after a click."));
+    this.text = h("div", { class: "tokens" });
+    this.text.addEventListener("mouseover", (event) => this.tell(event.target));
+    this.text.addEventListener("click", (event) => { this.pinned = this.tell(event.target) ? Number(event.target.dataset.index) : null; });
+    this.legend = h("div", { class: "legend" });
+    const prompts = h("input", { type: "checkbox", checked: route().params.get("prompts") !== "hidden",
+      onchange: () => { change({ prompts: prompts.checked ? "" : "hidden" }); this.draw(); } });
+    const bar = h("div", { class: "bar tools" },
+      choice("Colour", route().params.get("colour") ?? "logprob", MEASURES, (colour) => { change({ colour }); this.draw(); }),
+      h("label", { class: "field check" }, prompts, h("span", null, "Prompts and observations")), this.legend);
+    this.chart = new Chart("log-probability of answer tokens", null);
+    const rest = advantages.note ? h("p", { class: "note" }, advantages.note) : null;
+    root.replaceChildren(bar, ...(rest ? [rest] : []), h("div", { class: "twin" }, this.text, h("aside", null, this.detail, this.chart.element)));
+    this.draw();
+    requestAnimationFrame(() => this.drawChart());
+  }
+
+  draw() {
+    const measure = route().params.get("colour") ?? "logprob";
+    const hidden = route().params.get("prompts") === "hidden";
+    const colour = scale(measure, this.acted);
+    const nodes = [];
+    let turn = -1;
+    const shown = this.tokens.filter((token) => token.action || !hidden);
+    for (const token of shown.slice(0, this.limit ?? PAGE)) {
+      if (token.turn !== turn) {
+        turn = token.turn;
+        nodes.push(h("h3", { class: "turn" }, turn < this.episode.turns.length ? `Turn ${turn + 1}` : "Last observation"));
+      }
+      const background = token.action ? colour(token) : null;
+      nodes.push(h("span", { class: token.action ? "token" : "token prompt", "data-index": token.index, style: background ? { background } : null }, pieces(token.text)));
+      if (token.text.includes("\n")) nodes.push(h("br"));
+    }
+    if (shown.length > (this.limit ?? PAGE)) {
+      nodes.push(h("button", { class: "more", onclick: () => { this.limit = Infinity; this.draw(); } }, `Show all ${shown.length} tokens`));
+    }
+    this.text.replaceChildren(...nodes);
+    this.legend.replaceChildren(...legendOf(measure, this.acted, colour));
+  }
+
+  drawChart() {
+    const xs = this.acted.map((token, index) => index + 1);
+    this.chart.draw(xs, [{ label: "log-probability", colour: "#3b6fe0", values: this.acted.map((token) => token.logprob) }], "answer token");
+  }
+
+  tell(target) {
+    const token = this.tokens[target.closest?.(".token")?.dataset.index];
+    if (!token) return false;
+    this.detail.replaceChildren(
+      h("p", { class: "big" }, h("code", null, pieces(token.text))),
+      facts([
+        ["Id", String(token.id)], ["Turn", String(token.turn + 1)], ["Position", String(token.index)],
+        ["Masked", token.action ? "no: an answer" : "yes: a prompt or an observation"],
+        token.action ? ["Log-probability", `${number(token.logprob)} (${percent(Math.exp(token.logprob))})`] : null,
+        token.action ? ["Version", String(token.version)] : null,
+        token.advantage !== undefined ? ["Advantage", number(token.advantage)] : null,
+        token.weight !== undefined ? ["Weight in the loss", number(token.weight)] : null,
+      ]));
+    this.text.querySelector(".here")?.classList.remove("here");
+    target.closest(".token").classList.add("here");
+    return true;
+  }
+
+  recolour() {
+    this.chart.recolour();
+    this.drawChart();
+    this.draw();
+  }
+
+  destroy() {
+    this.chart.destroy();
+  }
+}
+
+/** All tokens in order. With a rendered-again history, each turn begins with its whole prompt. */
+export function tokensOf(episode, advantages) {
+  const tokens = [];
+  let acted = 0;
+  const add = (id, turn, more) => tokens.push({ id, turn, index: tokens.length, text: episode.vocabulary?.[id] ?? `⟨${id}⟩`, action: false, ...more });
+  episode.turns.forEach((turn, index) => {
+    turn.prompt_ids.forEach((id) => add(id, index));
+    const versions = turn.versions.flatMap(([version, length]) => new Array(length).fill(version));
+    turn.action_ids.forEach((id, place) => {
+      add(id, index, { action: true, logprob: turn.action_logprobs[place], version: versions[place],
+        advantage: advantages.advantages?.[acted], weight: advantages.policy_weight?.[acted] });
+      acted++;
+    });
+  });
+  episode.final_ids.forEach((id) => add(id, episode.turns.length));
+  return tokens;
+}
+
+function pieces(text) {
+  return safe(text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"));
+}
+
+function scale(measure, acted) {
+  if (measure === "logprob") return (token) => `rgb(226 113 29 / ${Math.min(0.75, -token.logprob / 4).toFixed(3)})`;
+  if (measure === "version") {
+    const versions = [...new Set(acted.map((token) => token.version))].sort((a, b) => a - b);
+    return (token) => `hsl(${Math.round((versions.indexOf(token.version) * 137.5 + 215) % 360)} 65% 55% / 0.35)`;
+  }
+  if (measure === "advantage") {
+    const largest = Math.max(...acted.map((token) => Math.abs(token.advantage ?? 0)), 1e-9);
+    return (token) => (token.advantage === undefined ? null
+      : `rgb(${token.advantage > 0 ? "42 157 99" : "207 68 87"} / ${(0.6 * Math.abs(token.advantage) / largest).toFixed(3)})`);
+  }
+  if (measure === "weight") return (token) => (token.weight === 0 ? "rgb(100 120 138 / 0.45)" : null);
+  return () => null;
+}
+
+function legendOf(measure, acted, colour) {
+  const item = (background, text) => h("span", null, h("i", { class: "swatch", style: background ? { background } : null }), text);
+  if (measure === "logprob") return [1, 0.5, 0.1, 0.05].map((p) => item(colour({ logprob: Math.log(p) }), `p = ${p}`));
+  if (measure === "version") return [...new Set(acted.map((token) => token.version))].slice(0, 12).map((version) => item(colour({ version }), `version ${version}`));
+  const known = acted.filter((token) => token.advantage !== undefined);
+  if (measure === "advantage") {
+    if (!known.length) return [h("span", { class: "note" }, "unknown")];
+    const values = [...new Set(known.map((token) => token.advantage))].sort((a, b) => a - b);
+    const ends = values.length > 1 ? [values[0], values.at(-1)] : values;
+    return ends.map((advantage) => item(colour({ advantage }), number(advantage)));
+  }
+  if (measure === "weight") return known.length ? [item(colour({ weight: 0 }), "no policy loss"), item(null, "policy loss")] : [h("span", { class: "note" }, "unknown")];
+  return [];
+}
