@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from agentkit.text import printable
+
 _DEFAULT = Path("runs")
 
 
@@ -21,10 +23,28 @@ def dashboard(
     token: Annotated[
         bool, typer.Option("--token/--no-token", help="Answer only requests with the token of the printed address.")
     ] = True,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write a static copy to this new folder, which opens from a file, and end.",
+            show_default=False,
+        ),
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="With --export: complete episodes of each run and use, the newest.")
+    ] = 100,
 ) -> None:
     """Serve a page about live and finished runs: `agentkit dashboard runs`."""
+    from agentkit.cli.heartbeat import watched
+    from agentkit.dashboard.export import export as write_copy
     from agentkit.dashboard.server import Dashboard
 
+    if export is not None:
+        with watched("exporting"):
+            count = write_copy(places or [_DEFAULT], export, episodes=episodes)
+        typer.echo(printable(f"{count} runs in {export / 'index.html'}"))
+        return
     with Dashboard(places or [_DEFAULT], port=port, token=token) as server:
         typer.echo(f"{server.url}  (Ctrl-C ends it)")
         server.wait()

@@ -18,7 +18,6 @@ from agentkit.text import printable
 
 if TYPE_CHECKING:
     from agentkit.records import EpisodeRow
-    from agentkit.run_directory import RunDirectory
     from agentkit.types import Trajectory, Turn
 
 _LONGEST_REASON = 160

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,8 @@ def summary(path: Path) -> dict[str, Any]:
         ``status`` (see ``status_of``), ``error`` of a failed run, ``step`` of ``steps``, ``left_s`` (estimated seconds
         until the end, or None), ``started`` and ``updated`` (seconds since the epoch), ``seconds`` of work, ``before``
         and ``latest`` (evaluations, see ``evaluations``), ``family``, ``counts`` of episodes by ending, ``tokens``,
-        ``action_tokens``, ``duration_s``, ``generate_s`` and ``env_s`` of all episodes together (None where an older version
-        did not record it), and some settings.
+        ``action_tokens``, ``duration_s``, ``generate_s`` and ``env_s`` of all episodes together (None where an older
+        version did not record it), and some settings.
     """
     run, settings = RunDirectory.open(path), read_settings(path)
     events, lines = _records(run.events_file), _records(run.metrics_file)
@@ -291,8 +291,8 @@ def episode_table(path: Path, *, after: int = 0, at: float | None = None, count:
         )
         # SQLite writes the lists itself, many times faster than a loop here.
         outer = ", ".join(f"json_group_array({name})" for name in _TABLE)
-        query = f"select {outer}, max(recorded_at) from (select {inner}, recorded_at from episodes where id > ? order by id)"
-        *lists, _ = db.execute(query, (after,)).fetchone()
+        query = f"select {outer} from (select {inner} from episodes where id > ? order by id)"
+        lists = db.execute(query, (after,)).fetchone()
         last = db.execute("select recorded_at from episodes order by id desc limit 1").fetchone()
     columns = ", ".join(f'"{name}": {values}' for name, values in zip(_TABLE, lists, strict=True))
     return f'{{"columns": {{{columns}}}, "after": {after}, "last_at": {json.dumps(last and last[0])}}}'
@@ -307,8 +307,9 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
         text_of: decodes token ids; None if the tokenizer is unknown.
 
     Returns:
-        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``turns``, ``final_ids`` and ``vocabulary``
-        (the text of each token id, or None), and ``group``: the ids of all attempts of its group, by member. A turn has the fields of ``agentkit.types.Turn``.
+        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``turns`` (with the fields of
+        ``agentkit.types.Turn``), ``final_ids``, ``vocabulary`` (the text of each token id, or None) and ``group`` (ids
+        of all attempts of its group, by member).
 
     Raises:
         RunDirectoryError: the run has no such episode.
@@ -317,7 +318,9 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
     columns = {name: getattr(row, name) for name in _TABLE if hasattr(row, name)}
     columns |= {"group": _group(path, number)}
     columns |= {"action_tokens": trajectory.num_action_tokens, "reason": trajectory.reason}
-    columns |= {f"{part}_s": sum(getattr(turn, f"{part}_s") for turn in trajectory.turns) for part in ("generate", "env")}
+    columns |= {
+        f"{part}_s": sum(getattr(turn, f"{part}_s") for turn in trajectory.turns) for part in ("generate", "env")
+    }
     return finite(
         columns
         | {

@@ -19,8 +19,8 @@ async function fromServer(question, asked) {
 
 // A page that was opened from a file may not fetch others, but it may load scripts.
 function fromCopy(question, asked) {
-  const folder = asked.run === undefined ? "" : `${copy.folders[asked.run]}/`;
-  const name = `data/${folder}${question}${asked.id === undefined ? "" : `-${asked.id}`}.js`;
+  const folder = asked.run === undefined ? "data" : copy.folders[asked.run];
+  const name = `${folder}/${question}${asked.id === undefined ? "" : `-${asked.id}`}.js`;
   if (copy.answers[name] !== undefined) return Promise.resolve(copy.answers[name]);
   return new Promise((resolve, reject) => {
     const script = document.createElement("script");

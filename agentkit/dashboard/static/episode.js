@@ -9,6 +9,8 @@ import { TokenView } from "./tokens.js";
 
 const PARTS = [["", "Conversation"], ["tokens", "Tokens"], ["group", "Group"]];
 
+const UNDER_HEADER = 70; // pixels
+
 export class Episode {
   constructor(root) {
     this.root = root;
@@ -102,14 +104,15 @@ export class Episode {
     const open = (id) => id !== null && go("episode", { run: this.run, id, part: route().params.get("part") });
     return {
       n: () => open(this.after), p: () => open(this.before), j: () => this.turn(1), k: () => this.turn(-1),
+      ...(this.tokens ? { ArrowRight: () => this.tokens.move(1), ArrowLeft: () => this.tokens.move(-1) } : {}),
       1: () => this.turnTo(""), 2: () => this.turnTo("tokens"), 3: () => this.turnTo("group"),
     };
   }
 
   turn(by) {
-    const turns = [...this.root.querySelectorAll(".turn")];
-    const now = turns.findIndex((turn) => turn.getBoundingClientRect().top > 60);
-    turns[Math.max(0, Math.min(turns.length - 1, (now < 0 ? turns.length : now) + (by > 0 ? (turns[now]?.getBoundingClientRect().top < 120 ? 1 : 0) : -1)))]?.scrollIntoView({ block: "start" });
+    const turns = [...this.root.querySelectorAll("article.turn")];
+    const above = turns.filter((turn) => turn.getBoundingClientRect().top < UNDER_HEADER).length;
+    turns[Math.max(0, Math.min(turns.length - 1, above - 1 + by))]?.scrollIntoView({ block: "start" });
   }
 
   recolour() {

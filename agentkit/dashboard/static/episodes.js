@@ -58,7 +58,7 @@ export class Episodes {
       choice("Run", this.run, this.runs.map((run) => [run.name, run.name]), (run) => go("episodes", { run })),
       choice("Use", params.get("ending"), options("ending"), (ending) => set({ ending })),
       choice("Outcome", params.get("outcome"), options("outcome"), (outcome) => set({ outcome })),
-      choice("Environment", params.get("env_id"), options("env_id"), (env_id) => set({ env_id })),
+      ...(options("env_id").length > 2 || params.get("env_id") ? [choice("Environment", params.get("env_id"), options("env_id"), (env_id) => set({ env_id }))] : []),
       choice("Success", params.get("success"), [["", "all"], ["1", "yes"], ["0", "no"]], (success) => set({ success })),
       ...RANGES.map(([name, label]) => field(label, params.get(name), { class: "range", placeholder: "5 or 1..9", autocomplete: "off" }, (value) => set({ [name]: value }))),
       field("Group", params.get("group_id"), { class: "range", inputmode: "numeric" }, (group_id) => set({ group_id })),

@@ -11,8 +11,8 @@ const EVERY_MS = 3000;
 const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode };
 const THEMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const KEYS = [
-  ["o", "overview"], ["e", "episodes"], ["/", "search"], ["j / k", "next, previous row"], ["Enter", "open the row"],
-  ["n / p", "next, previous episode"], ["1 2 3", "conversation, tokens, group"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
+  ["o", "overview"], ["e", "episodes"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
+  ["n / p", "next, previous episode"], ["1 2 3", "conversation, tokens, group"], ["← →", "previous, next token"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
 ];
 
 const root = document.getElementById("view");

@@ -60,16 +60,29 @@ export class Overview {
       .sort((a, b) => this.runs.indexOf(a) - this.runs.indexOf(b));
   }
 
-  colour(name) {
-    if (!this.colours.has(name)) {
-      const used = new Map(COLOURS.map((colour) => [colour, 0]));
-      for (const one of this.selected()) {
-        const colour = this.colours.get(one.name);
-        if (colour) used.set(colour, used.get(colour) + 1);
-      }
-      this.colours.set(name, [...used].sort((a, b) => a[1] - b[1])[0][0]);
+  /** Give each selected run the least used colour; runs that stay selected keep theirs. Runs of one band share one. */
+  chooseColours() {
+    const key = (run) => (route().params.get("seeds") === "band" && run.family) || run.name;
+    const kept = new Map();
+    const used = new Map(COLOURS.map((colour) => [colour, 0]));
+    const keys = new Set(this.selected().map(key));
+    for (const [one, colour] of this.keyed ?? []) {
+      if (!keys.has(one)) continue;
+      used.set(colour, used.get(colour) + 1);
+      kept.set(one, colour);
     }
-    return this.colours.get(name);
+    for (const one of keys) {
+      if (kept.has(one)) continue;
+      const [colour] = [...used].sort((a, b) => a[1] - b[1])[0];
+      used.set(colour, used.get(colour) + 1);
+      kept.set(one, colour);
+    }
+    this.keyed = kept;
+    this.colours = new Map(this.selected().map((run) => [run.name, kept.get(key(run))]));
+  }
+
+  colour(name) {
+    return this.colours.get(name) ?? "transparent";
   }
 
   select(name, on) {
@@ -79,6 +92,7 @@ export class Overview {
   }
 
   drawRuns() {
+    this.chooseColours();
     const { params } = route();
     const search = params.get("find") ?? "";
     const selected = new Set(this.selected().map((run) => run.name));
@@ -109,7 +123,7 @@ export class Overview {
     const share = run.steps ? Math.min(1, run.step / run.steps) : 1;
     const episodes = Object.values(run.counts).reduce((a, b) => a + b, 0);
     const endings = Object.entries(run.counts).map(([ending, one]) => `${count(one)} ${ending}`).join(", ");
-    const mark = h("i", { class: "dot", style: { background: on ? this.colour(run.name) : "transparent" } });
+    const mark = h("i", { class: "dot", style: { background: this.colour(run.name) } });
     return h("tr", { class: on ? "on" : null, "data-run": run.name },
       h("td", { class: "pick" }, h("label", null, box, mark)),
       h("td", { class: "name", title: run.path }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
@@ -185,7 +199,7 @@ export class Overview {
     const weight = h("output", null, params.get("smooth") ?? "0.6");
     const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: params.get("smooth") ?? 0.6, "aria-label": "Smoothing",
       oninput: () => { weight.textContent = slider.value; again({ smooth: slider.value }); } });
-    const seeds = h("input", { type: "checkbox", checked: params.get("seeds") === "band", onchange: () => again({ seeds: seeds.checked ? "band" : "" }) });
+    const seeds = h("input", { type: "checkbox", checked: params.get("seeds") === "band", onchange: () => { again({ seeds: seeds.checked ? "band" : "" }); this.drawRuns(); this.drawCharts(); } });
     return h("div", { class: "bar tools" },
       field("Metrics", params.get("q"), { type: "search", placeholder: "Find metrics: entropy, ^critic/, …", class: "search wide", "data-search": "" }, (value) => again({ q: value })),
       h("label", { class: "field" }, h("span", null, "Smoothing"), slider, weight),
@@ -273,11 +287,11 @@ export class Overview {
       this.body.replaceChildren(h("p", { class: "empty" }, "The selected runs have no evaluation yet."));
       return;
     }
-    const names = ["", "Run", "Step", "Success", "95 % interval", "", "Episodes", "Return"];
+    const names = [["", ""], ["Run", ""], ["Step", "num"], ["Success", "num"], ["95 % interval", "num"], ["", ""], ["Episodes", "num"], ["Return", "num"]];
     this.body.replaceChildren(
       h("p", { class: "note" }, "Share of evaluation episodes that succeeded, with the Wilson 95 % interval. Episodes whose environment failed do not count."),
       h("table", { class: "grid evaluations" },
-        h("thead", null, h("tr", null, names.map((name) => h("th", { scope: "col" }, name)))),
+        h("thead", null, h("tr", null, names.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name)))),
         h("tbody", null, rows.map(([run, one]) => h("tr", null,
           h("td", null, h("i", { class: "dot", style: { background: this.colour(run.name) } })),
           h("td", null, line(run.name)),

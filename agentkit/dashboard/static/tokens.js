@@ -12,11 +12,10 @@ export class TokenView {
     this.episode = episode;
     this.tokens = tokensOf(episode, advantages);
     this.acted = this.tokens.filter((token) => token.action);
-    this.detail = h("div", { class: "panel detail", role: "status" }, h("p", { class: "note" }, "Point at a token, or move with the arrow keys after a click."));
+    this.detail = h("div", { class: "panel detail", role: "status" }, h("p", { class: "note" }, "Point at a token, or move with ← and →."));
     this.text = h("div", { class: "tokens" });
     this.text.addEventListener("mouseover", (event) => this.tell(event.target));
-    this.text.addEventListener("click", (event) => { this.pinned = this.tell(event.target) ? Number(event.target.dataset.index) : null; });
-    this.legend = h("div", { class: "legend" });
+        this.legend = h("div", { class: "legend" });
     const prompts = h("input", { type: "checkbox", checked: route().params.get("prompts") !== "hidden",
       onchange: () => { change({ prompts: prompts.checked ? "" : "hidden" }); this.draw(); } });
     const bar = h("div", { class: "bar tools" },
@@ -59,7 +58,7 @@ export class TokenView {
 
   tell(target) {
     const token = this.tokens[target.closest?.(".token")?.dataset.index];
-    if (!token) return false;
+    if (!token) return;
     this.detail.replaceChildren(
       h("p", { class: "big" }, h("code", null, pieces(token.text))),
       facts([
@@ -72,7 +71,15 @@ export class TokenView {
       ]));
     this.text.querySelector(".here")?.classList.remove("here");
     target.closest(".token").classList.add("here");
-    return true;
+    this.here = token.index;
+  }
+
+  move(by) {
+    const shown = [...this.text.querySelectorAll(".token")];
+    const now = shown.findIndex((element) => Number(element.dataset.index) === this.here);
+    const next = shown[now < 0 ? 0 : Math.max(0, Math.min(shown.length - 1, now + by))];
+    if (next) this.tell(next);
+    next?.scrollIntoView({ block: "nearest" });
   }
 
   recolour() {
