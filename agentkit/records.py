@@ -174,7 +174,7 @@ def _values(episode: PendingEpisode) -> tuple:
     return (
         episode.step,
         episode.ending,
-        episode.reason,
+        _storable(episode.reason),
         trajectory.group_id,
         trajectory.member,
         trajectory.attempt,
@@ -182,7 +182,7 @@ def _values(episode: PendingEpisode) -> tuple:
         trajectory.seed,
         trajectory.version_started,
         trajectory.outcome,
-        trajectory.reason,
+        _storable(trajectory.reason),
         int(trajectory.success),
         trajectory.reward,
         len(trajectory.turns),
@@ -194,6 +194,11 @@ def _values(episode: PendingEpisode) -> tuple:
         time.time(),
         encode_trajectory(trajectory),
     )
+
+
+def _storable(text: str) -> str:
+    """Replace lone surrogates, which SQLite cannot store, by their escapes; the trajectory keeps them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def delete_after(connection: sqlite3.Connection, step: int) -> int:

@@ -47,6 +47,12 @@ class Browser:
         self._call("Page.navigate", url=url)
         self.wait("document.readyState == 'complete'")
 
+    def look(self, width: int, height: int, theme: str = "light") -> None:
+        """Set the size of the window, and the theme (``light`` or ``dark``) that the system prefers."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+
     def evaluate(self, script: str) -> Any:
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
@@ -66,6 +72,12 @@ class Browser:
         found = f"[...document.querySelectorAll({kind!r})].find(e => e.innerText.toLowerCase() == {text!r})"
         self.evaluate(f"window.left = false; {found}.click()")
         self.wait(f"window.left === undefined && document.readyState == 'complete' && ({then})")
+
+    def press(self, key: str) -> None:
+        """Press and release a key, such as ``j`` or ``Escape``."""
+        text = {"text": key} if len(key) == 1 else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))

@@ -58,7 +58,7 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
             for file, question, more in _questions(answers.runs[name], episodes):
                 answer = answers.answer(question, {"run": name, **more})
                 script = f"agentkitCopy.answers[{json.dumps(place + file)}] = {answer};\n"
-                (folder / place / file).write_text(script, encoding="ascii")
+                (folder / place / file).write_text(script, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another") from error
     return len(answers.runs)

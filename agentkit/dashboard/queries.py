@@ -372,5 +372,5 @@ def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON in ASCII characters: any text, also with lone surrogates, arrives as it was recorded."""
+    """Return JSON in ASCII characters, so that lone surrogates arrive as they were recorded."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)

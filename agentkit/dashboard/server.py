@@ -96,7 +96,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
     timeout = 60.0
     server: _Server
 

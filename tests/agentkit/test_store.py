@@ -71,6 +71,16 @@ def test_everything_reads_back(directory: RunDirectory) -> None:
     assert (event["event"], event["pid"], event["where"], event["share"]) == ("started", 1, "x", 0.5)
 
 
+def test_a_reason_may_contain_lone_surrogates(directory: RunDirectory) -> None:
+    voided = episode(1)
+    voided.outcome, voided.reason = "voided", "EnvCrashed: \ud800"
+    with Recorder(directory) as recorder:
+        recorder.episode(1, voided, "voided", "\udfff")
+    row, trajectory = records.read_episode(directory.episodes_file, 1)
+    assert (row.reason, row.ending_reason) == ("EnvCrashed: \\ud800", "\\udfff")
+    assert trajectory.reason == voided.reason
+
+
 def test_lists_can_be_filtered_and_limited(directory: RunDirectory) -> None:
     with Recorder(directory) as recorder:
         for step in range(5):

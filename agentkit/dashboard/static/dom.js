@@ -3,7 +3,7 @@
 // As agentkit.text.printable: control characters except tab and line ends, direction marks, lone surrogates.
 const UNSAFE =
   /\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]/gu;
-const LONGEST_TEXT = 20000;
+const LONGEST_TEXT = 20000; // characters
 
 /** Make an element. Properties that begin with "on" are listeners; null children are left out. */
 export function h(tag, properties, ...children) {
@@ -39,10 +39,23 @@ export function block(text, className = "") {
   const pre = h("pre", { class: className }, safe(text.slice(0, LONGEST_TEXT)));
   const more = h("button", { class: "more" }, `Show all ${count(text.length)} characters`);
   more.addEventListener("click", () => {
-    pre.replaceChildren(...safe(text));
+    pre.replaceChildren(...chunks(text).map((chunk) => h("div", { class: "chunk" }, safe(chunk))));
     more.remove();
   });
   return h("div", null, pre, more);
+}
+
+/** Parts of a long text, which the browser lays out only when they are in view; they end at a line end if possible. */
+function chunks(text) {
+  const parts = [];
+  for (let start = 0; start < text.length;) {
+    const line = text.lastIndexOf("\n", start + LONGEST_TEXT) + 1;
+    let end = line > start ? line : start + LONGEST_TEXT;
+    if (/[\ud800-\udbff]/.test(text[end - 1])) end += 1; // do not divide a pair
+    parts.push(text.slice(start, end));
+    start = end;
+  }
+  return parts;
 }
 
 /** One line of text of unknown origin. */

@@ -58,6 +58,9 @@ function storedTheme() {
 async function update() {
   try {
     const runs = await ask("runs");
+    const running = runs.filter((run) => run.status === "running").length;
+    status.textContent = isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
+    status.className = running && !isCopy ? "status live" : "status";
     const { view } = route();
     if (shown !== view) {
       current?.destroy();
@@ -73,9 +76,6 @@ async function update() {
       drawHeader();
       await current.show(runs);
     }
-    const running = runs.filter((run) => run.status === "running").length;
-    status.textContent = isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
-    status.className = running && !isCopy ? "status live" : "status";
   } catch (error) {
     status.textContent = error instanceof TypeError ? "the server does not answer" : error.message;
     status.className = "status wrong";
