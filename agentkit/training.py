@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ def train(
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
     on_episode: Callable[[Trajectory], object] | None = None,
     view: View | None = None,
+    dashboard: bool = False,
 ) -> RunResult:
     """Train an agent, and return when the run has ended.
 
@@ -57,6 +59,7 @@ def train(
             of imitation and evaluation, are not reported.
             A run that restores itself from a checkpoint repeats the steps since, and reports them again.
         view: receives stages, steps and messages for display; ``agentkit run`` passes one. None shows nothing.
+        dashboard: serve the page of ``agentkit dashboard`` about this run until it ends, and print its address.
 
     Both callbacks are called from the run's event loop, which waits for them. If one raises, the run stops with a
     checkpoint and the exception is raised here.
@@ -80,6 +83,7 @@ def train(
     if automatic := resume == "auto":
         settings, resume = resumable_or_new(settings)
     directory = RunDirectory.resume(settings.dir, settings) if resume else RunDirectory.create(settings)
+    tell = print if view is None else view.message
     view = view or _NoView()
     try:
         view.start(settings)
@@ -87,7 +91,8 @@ def train(
             view.message(f"{'resuming' if resume else 'starting'} the run in {settings.dir}")
         if directory.set_aside is not None:
             view.message(f"{directory.path} held a run without a checkpoint; its records are in {directory.set_aside}")
-        return _run(settings, directory, resume, on_step, on_episode, view)
+        with _page(directory, tell) if dashboard else contextlib.nullcontext():
+            return _run(settings, directory, resume, on_step, on_episode, view)
     except KeyboardInterrupt:
         if directory.has_checkpoint():
             after = f"`agentkit run --resume {directory.path}` continues from the last checkpoint"
@@ -133,6 +138,19 @@ def _run(
         ),
         view.message,
     )
+
+
+@contextlib.contextmanager
+def _page(directory: RunDirectory, tell: Callable[[str], object]) -> Iterator[None]:
+    from agentkit.dashboard.server import PORT, Dashboard
+
+    try:
+        server = Dashboard([directory.path], port=PORT)
+    except ConfigError:  # another run's page has this port
+        server = Dashboard([directory.path], port=0)
+    with server:
+        tell(f"dashboard: {server.url}")
+        yield
 
 
 class _NoView:

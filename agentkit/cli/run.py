@@ -29,6 +29,9 @@ def run(
             "--again", help="Continue the run in `dir` if it is unfinished; otherwise start a new one beside it."
         ),
     ] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve a page about the run until it ends, and print its address.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the resolved settings, and do not train.")
     ] = False,
@@ -45,7 +48,9 @@ def run(
         _print_checked(settings)
         return
     try:
-        result = agentkit.train(settings, resume="auto" if again else resume is not None, view=make_view())
+        result = agentkit.train(
+            settings, resume="auto" if again else resume is not None, view=make_view(), dashboard=dashboard
+        )
     except KeyboardInterrupt as stopped:
         typer.echo(stopped, err=True)
         raise typer.Exit(STOPPED) from None
@@ -98,6 +103,7 @@ def ending(result: RunResult, settings: RunConfig) -> list[str]:
     if not result.finished:
         lines.append(f"  agentkit run --resume {path}")
     lines += [
+        f"  agentkit dashboard {path}           # a page with its curves and episodes",
         f"  agentkit show {path}                # list its episodes; `--episode N` prints one",
         f"  agentkit eval {path} --episodes 256 # evaluate it on more tasks",
     ]

@@ -73,6 +73,7 @@ class PlainView:
         self._heartbeat = Heartbeat(lambda text: print(text, flush=True), fallback="starting")
         self._heartbeat.start()
         self.message(f"{config.env.id}, {config.model.path}, {config.steps} steps → {config.dir}")
+        self.message(f"page: agentkit dashboard {config.dir}")
 
     def stage(self, name: str) -> None:
         if name != self._stage:
@@ -118,6 +119,7 @@ class LiveView:
         self._task = self._bar.add_task("starting", total=config.steps, left="–")
         title = printable(f" · {config.model.path} · {config.dir}")
         self._console.print(Text.assemble((printable(config.env.id), "bold"), title))
+        self._console.print(Text(printable(f"page: agentkit dashboard {config.dir}"), style="dim"))
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
         self._live.start()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,19 @@ def test_only_reading_is_possible_and_the_token_can_be_left_out(run: Path) -> No
         assert httpx.post(f"{server.url}api/runs").status_code == 501
         with pytest.raises(ConfigError, match="choose another"):
             Dashboard([run], port=server.port)
+
+
+def test_the_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
+    command = [sys.executable, "-u", "-m", "agentkit", "dashboard", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[0]
+            assert httpx.get(url, timeout=30).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
 
 
 # --- static copy

@@ -37,6 +37,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view.stop()
     output = capsys.readouterr().out
     assert output.count("— training") == 1
+    assert "page: agentkit dashboard" in output
     assert "step 1/3  success 25.0%  return -0.500  tokens/s 12,346  staleness 0.50 (max 1)" in output
     assert "dropped 4" in output
     assert "failures 2" in output
@@ -54,7 +55,7 @@ def test_the_live_view_restores_the_terminal() -> None:
     view.stop()
     view.stop()
     output = screen.getvalue()
-    for part in ("25.0%", "12,346", "a [message] with brackets", "4/10"):
+    for part in ("25.0%", "12,346", "a [message] with brackets", "4/10", "agentkit dashboard"):
         assert part in output
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h")
 
