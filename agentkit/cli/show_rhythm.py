@@ -7,40 +7,18 @@ of. Imports torch only when it is called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentkit.errors import CheckpointError, RunDirectoryError
-from agentkit.extras import require_training
+from agentkit.dashboard.readings import Drawing, draw, letters, newest_checkpoint
 
 if TYPE_CHECKING:
-    from agentkit.config import AlgorithmConfig, RunConfig
     from agentkit.records import EpisodeRow
     from agentkit.run_directory import RunDirectory
-    from agentkit.trainers.algorithms.rhythm import Rhythm
-    from agentkit.trainers.batch import Batch
-    from agentkit.trainers.checkpoint import Checkpoint
-    from agentkit.trainers.learner.credit import Heads
-    from agentkit.types import FloatArray, Trajectory
+    from agentkit.types import Trajectory
 
 _BAR = 12
 """Width of a full bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """What is drawn of one episode."""
-
-    batch: Batch
-    marks: Rhythm
-    factors: FloatArray
-    algorithm: AlgorithmConfig
-    heads: Heads
-    known: bool
-    """Whether the heads are those of the run; otherwise they were classified on this episode."""
-    model: Path
 
 
 def rhythm_lines(
@@ -59,58 +37,8 @@ def rhythm_lines(
         RunDirectoryError: the episode was voided or has no action token.
         LearnerError: the attention of the model cannot be read.
     """
-    require_training()
-    from agentkit.trainers.checkpoint import list_checkpoints
-
-    checkpoints = list_checkpoints(directory.checkpoints)
-    if not checkpoints:
-        raise CheckpointError(
-            f"{directory.path} has no checkpoint, whose model would read the episode: a run writes one every "
-            "`checkpoint.every` steps and at its end; evaluations keep none"
-        )
-    if trajectory.outcome == "voided" or not trajectory.num_action_tokens:
-        raise RunDirectoryError(f"episode {row.id} was voided or has no answer, so there is no rhythm to draw")
-    return lines_of(row, draw(directory.config(), checkpoints[-1], trajectory), text_of)
-
-
-def draw(config: RunConfig, checkpoint: Checkpoint, trajectory: Trajectory) -> Drawing:
-    """Read the attention of the checkpoint's model over one episode.
-
-    The credit is that of the run; ``coupled``, if it has none.
-    """
-    import numpy as np
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from agentkit.config import ModelConfig
-    from agentkit.trainers.algorithms import rhythm
-    from agentkit.trainers.batch import flatten
-    from agentkit.trainers.learner.credit import Credit
-    from agentkit.trainers.learner.files import read_state
-    from agentkit.trainers.learner.microbatches import MicroBatch, lay_out
-    from agentkit.trainers.learner.ranks import Ranks
-    from agentkit.trainers.models.load import load_policy
-    from agentkit.types import Group
-
-    disable_progress_bar()
-    algorithm = config.algorithm
-    if algorithm.credit == "none":
-        algorithm = algorithm.model_copy(update={"credit": "coupled"})
-    batch = flatten([Group(0, 0, 0, [trajectory])])
-    model: Any = load_policy(ModelConfig(path=str(checkpoint.model), dtype=config.model.dtype), config.seed)
-    credit = Credit(algorithm, model, Ranks(0, 1, None, model.device))
-    credit.restore(read_state(checkpoint.learner / "learner.pt").get("heads"))
-    known, layout = credit.heads is not None, lay_out(batch, MicroBatch(np.arange(batch.num_contexts)), model.device)
-
-    def forward(layout: Any) -> None:
-        with torch.no_grad():
-            model.base_model(input_ids=layout.ids, use_cache=False)
-
-    credit.heads = credit.heads or credit.classified([layout], forward)
-    waad, fai_sums = credit.read(batch, [layout], forward)
-    marks = rhythm.rhythm(batch, waad, fai_sums, algorithm.credit_share)
-    factors = rhythm.factors(marks, algorithm.credit, algorithm.credit_amplification)
-    return Drawing(batch, marks, factors, algorithm, credit.heads, known, checkpoint.model)
+    checkpoint = newest_checkpoint(directory, row, trajectory)
+    return lines_of(row, draw(directory.config(), checkpoint, trajectory), text_of)
 
 
 def lines_of(row: EpisodeRow, drawing: Drawing, text_of: Callable[[list[int]], str] | None) -> list[str]:
@@ -151,12 +79,6 @@ def lines_of(row: EpisodeRow, drawing: Drawing, text_of: Callable[[list[int]], s
                 + (f"  {text_of([token])!r}" if text_of else f"  {token:>6}")
             )
     return lines
-
-
-def letters(marks: Rhythm, position: int) -> str:
-    """Return the marks of one token."""
-    kinds = (("L", marks.local), ("A", marks.anchors), ("D", marks.dependent), ("I", marks.introducing))
-    return "".join(letter for letter, marked in kinds if marked[position])
 
 
 def bar(value: float, largest: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from agentkit.dashboard import queries
 from agentkit.dashboard.credit import token_advantages
 from agentkit.errors import AgentkitError, RunDirectoryError
+from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
 
 
@@ -28,13 +29,14 @@ class Answers:
         self.runs = queries.find_runs(self._places)
         self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self._texts: dict[Path, Callable[[list[int]], str]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self._known: dict[str, Callable[[Mapping[str, str]], str]] = {
             "runs": self._runs,
             "settings": lambda asked: queries.to_json(queries.read_settings(self._run(asked))),
             "metrics": lambda asked: queries.to_json(queries.metrics(self._run(asked))),
             "episodes": self._episodes,
             "episode": self._episode,
+            "readings": self._readings,
             "advantages": lambda asked: queries.to_json(token_advantages(self._run(asked), _number(asked, "id"))),
         }
 
@@ -42,7 +44,8 @@ class Answers:
         """Return an answer as JSON.
 
         Args:
-            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode`` or ``advantages``.
+            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages`` or
+                ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 
@@ -87,6 +90,12 @@ class Answers:
         if text_of is not None:
             self._texts[path] = text_of
         return queries.to_json(queries.episode(path, _number(asked, "id"), text_of))
+
+    def _readings(self, asked: Mapping[str, str]) -> str:
+        from agentkit.dashboard.readings import token_readings
+
+        with self._reading:  # models take memory
+            return queries.to_json(finite(token_readings(self._run(asked), _number(asked, "id"))))
 
 
 def _number(asked: Mapping[str, str], name: str) -> int:

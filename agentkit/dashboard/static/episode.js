@@ -56,7 +56,7 @@ export class Episode {
     this.tokens?.destroy();
     this.tokens = null;
     if (part === "tokens") {
-      this.tokens = new TokenView(this.body, episode, advantages);
+      this.tokens = new TokenView(this.body, run, episode, advantages);
     } else if (part === "group") {
       this.drawGroup(run, episode);
     } else {

@@ -60,6 +60,7 @@ export function interval(text) {
 
 /** Sort row numbers in place: missing values last, equal ones in the order of recording. */
 export function sorted(columns, rows, name, descending) {
+  if (name === "id") return descending ? rows.reverse() : rows; // as they were recorded
   const column = columns[name];
   const sign = descending ? -1 : 1;
   const numeric = NUMBERS.includes(name);

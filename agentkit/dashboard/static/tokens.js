@@ -1,14 +1,18 @@
 // An episode token by token: log-probability, version, advantage and mask of each.
 
-import { Chart } from "./chart.js";
+import { COLOURS, Chart } from "./chart.js";
+import { ask, isCopy } from "./data.js";
 import { choice, facts, h, number, percent, safe } from "./dom.js";
 import { change, route } from "./state.js";
 
 const MEASURES = [["logprob", "log-probability"], ["version", "policy version"], ["advantage", "advantage"], ["weight", "mask of the loss"], ["none", "no colour"]];
+const READ = [["value", "value of the critics"], ["disagreement", "disagreement of the critics"], ["waad", "WAAD: how far back it looks"],
+  ["fai", "FAI: how much later tokens look at it"], ["factor", "factor of the credit"]];
 const PAGE = 20000;
 
 export class TokenView {
-  constructor(root, episode, advantages) {
+  constructor(root, run, episode, advantages) {
+    this.run = run;
     this.episode = episode;
     this.tokens = tokensOf(episode, advantages);
     this.acted = this.tokens.filter((token) => token.action);
@@ -16,20 +20,46 @@ export class TokenView {
     this.text = h("div", { class: "tokens" });
     this.text.addEventListener("mouseover", (event) => this.tell(event.target));
         this.legend = h("div", { class: "legend" });
+    this.colours = h("span", null);
+    this.note = h("p", { class: "note", role: "status" }, advantages.note);
+    this.button = isCopy ? null : h("button", { title: "Attention rhythm, and values of critics", onclick: () => { change({ read: 1 }); this.read(); } }, "Read with the newest checkpoint");
     const prompts = h("input", { type: "checkbox", checked: route().params.get("prompts") !== "hidden",
       onchange: () => { change({ prompts: prompts.checked ? "" : "hidden" }); this.draw(); } });
     const bar = h("div", { class: "bar tools" },
-      choice("Colour", route().params.get("colour") ?? "logprob", MEASURES, (colour) => { change({ colour }); this.draw(); }),
-      h("label", { class: "field check" }, prompts, h("span", null, "Prompts and observations")), this.legend);
+      this.colours,
+      h("label", { class: "field check" }, prompts, h("span", null, "Prompts and observations")), ...(this.button ? [this.button] : []), this.legend);
     this.chart = new Chart("log-probability of answer tokens", null);
-    const rest = advantages.note ? h("p", { class: "note" }, advantages.note) : null;
-    root.replaceChildren(bar, ...(rest ? [rest] : []), h("div", { class: "twin" }, this.text, h("aside", null, this.detail, this.chart.element)));
+    root.replaceChildren(bar, this.note, h("div", { class: "twin" }, this.text, h("aside", null, this.detail, this.chart.element)));
     this.draw();
     requestAnimationFrame(() => this.drawChart());
+    if (route().params.get("read") && !isCopy) this.read();
+  }
+
+  async read() {
+    const say = (text) => { this.note.textContent = text; };
+    say("Reading the episode with the newest checkpoint …");
+    this.button.disabled = true;
+    try {
+      const found = await ask("readings", { run: this.run, id: this.episode.id });
+      this.acted.forEach((token, place) => {
+        for (const name of ["waad", "fai", "factor", "marks", "disagreement"]) token[name] = found[name]?.[place];
+        token.values = found.values.map((values) => values[place]);
+        token.value = token.values.length ? token.values.reduce((a, b) => a + b) / token.values.length : undefined;
+      });
+      this.button.remove();
+      say(`Read with the checkpoint of step ${found.step}, whatever step the episode is of. ${found.note}`);
+      this.draw();
+      this.drawChart();
+    } catch (error) {
+      say(error.message);
+      this.button.disabled = false;
+    }
   }
 
   draw() {
     const measure = route().params.get("colour") ?? "logprob";
+    const known = READ.filter(([name]) => this.acted.some((token) => present(token[name])));
+    this.colours.replaceChildren(choice("Colour", measure, [...MEASURES.slice(0, -1), ...known, MEASURES.at(-1)], (colour) => { change({ colour }); this.draw(); this.drawChart(); }));
     const hidden = route().params.get("prompts") === "hidden";
     const colour = scale(measure, this.acted);
     const nodes = [];
@@ -52,8 +82,16 @@ export class TokenView {
   }
 
   drawChart() {
-    const xs = this.acted.map((token, index) => index + 1);
-    this.chart.draw(xs, [{ label: "log-probability", colour: "#3b6fe0", values: this.acted.map((token) => token.logprob) }], "answer token");
+    const measure = route().params.get("colour") ?? "logprob";
+    const shown = this.acted.some((token) => present(token[measure])) ? measure : "logprob";
+    const [, label] = [...MEASURES, ...READ].find(([name]) => name === shown);
+    this.chart.element.querySelector("figcaption").textContent = `${label}, answer tokens`;
+    const column = (of) => this.acted.map((token) => of(token) ?? null);
+    const critics = shown === "value" && this.acted[0].values.length > 1 ? this.acted[0].values.map((_, index) => index) : [];
+    const lines = critics.length
+      ? critics.map((index) => ({ label: `critic ${index}`, colour: COLOURS[index % COLOURS.length], values: column((token) => token.values[index]) }))
+      : [{ label, colour: COLOURS[0], values: column((token) => token[shown]) }];
+    this.chart.draw(this.acted.map((_, index) => index + 1), lines, "answer token");
   }
 
   tell(target) {
@@ -68,6 +106,12 @@ export class TokenView {
         token.action ? ["Version", String(token.version)] : null,
         token.advantage !== undefined ? ["Advantage", number(token.advantage)] : null,
         token.weight !== undefined ? ["Weight in the loss", number(token.weight)] : null,
+        token.values?.length ? [token.values.length > 1 ? "Values of the critics" : "Value", token.values.map(number).join(", ")] : null,
+        present(token.disagreement) ? ["Disagreement", number(token.disagreement)] : null,
+        present(token.waad) ? ["WAAD", number(token.waad)] : null,
+        present(token.fai) ? ["FAI", number(token.fai)] : null,
+        token.marks ? ["Marks", token.marks] : null,
+        present(token.factor) ? ["Credit factor", number(token.factor)] : null,
       ]));
     this.text.querySelector(".here")?.classList.remove("here");
     target.closest(".token").classList.add("here");
@@ -115,7 +159,15 @@ function pieces(text) {
   return safe(text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"));
 }
 
+function present(value) {
+  return value !== null && value !== undefined;
+}
+
 function scale(measure, acted) {
+  if (READ.some(([name]) => name === measure)) {
+    const [low, high] = extremes(measure, acted);
+    return (token) => (present(token[measure]) ? `rgb(122 91 214 / ${(0.05 + 0.6 * (token[measure] - low) / (high - low || 1)).toFixed(3)})` : null);
+  }
   if (measure === "logprob") return (token) => `rgb(226 113 29 / ${Math.min(0.75, -token.logprob / 4).toFixed(3)})`;
   if (measure === "version") {
     const versions = [...new Set(acted.map((token) => token.version))].sort((a, b) => a - b);
@@ -130,8 +182,14 @@ function scale(measure, acted) {
   return () => null;
 }
 
+function extremes(measure, acted) {
+  const values = acted.map((token) => token[measure]).filter(present);
+  return [Math.min(...values), Math.max(...values)];
+}
+
 function legendOf(measure, acted, colour) {
   const item = (background, text) => h("span", null, h("i", { class: "swatch", style: background ? { background } : null }), text);
+  if (READ.some(([name]) => name === measure)) return extremes(measure, acted).map((value) => item(colour({ [measure]: value }), number(value)));
   if (measure === "logprob") return [1, 0.5, 0.1, 0.05].map((p) => item(colour({ logprob: Math.log(p) }), `p = ${p}`));
   if (measure === "version") return [...new Set(acted.map((token) => token.version))].slice(0, 12).map((version) => item(colour({ version }), `version ${version}`));
   const known = acted.filter((token) => token.advantage !== undefined);
