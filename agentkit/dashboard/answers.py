@@ -12,6 +12,7 @@ from typing import Any
 
 from agentkit.dashboard import queries
 from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.drawings import draw_episode
 from agentkit.errors import AgentkitError, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
@@ -37,6 +38,7 @@ class Answers:
             "episodes": self._episodes,
             "episode": self._episode,
             "readings": self._readings,
+            "drawings": lambda asked: queries.to_json(draw_episode(self._run(asked), _number(asked, "id"))),
             "advantages": lambda asked: queries.to_json(token_advantages(self._run(asked), _number(asked, "id"))),
         }
 
@@ -44,8 +46,8 @@ class Answers:
         """Return an answer as JSON.
 
         Args:
-            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages`` or
-                ``readings``.
+            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages``, ``drawings``
+                or ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 

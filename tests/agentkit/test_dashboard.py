@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +22,20 @@ import pytest
 from dashboard_runs import EVALUATED, episode, make_run, turn
 from typer.testing import CliRunner
 
+import agentkit
 from agentkit import records
 from agentkit.cli import app
 from agentkit.dashboard import queries
 from agentkit.dashboard.answers import Answers
 from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.drawings import draw_episode
 from agentkit.dashboard.export import export, joined
 from agentkit.dashboard.server import Dashboard, static_files
 from agentkit.errors import ConfigError, RunDirectoryError
 from agentkit.records import Filter
 from agentkit.results import wilson_interval
 from agentkit.store import Recorder
+from agentkit.types import Trajectory
 
 
 @pytest.fixture
@@ -241,6 +248,64 @@ def test_a_damaged_run_does_not_hide_the_others(run: Path) -> None:
     first, second = json.loads(Answers([run.parent]).answer("runs", {}))
     assert (first["status"], second["status"]) == ("finished", "unreadable")
     assert "metrics.jsonl" in second["error"]
+
+
+# --- pictures
+
+
+def play(seed: int, counts: list[int]) -> tuple[Trajectory, list[np.ndarray]]:
+    """Take these numbers of the expert's actions in FrozenLake; return the episode with pictures of its states."""
+    env = agentkit.make("FrozenLake-v1", render_mode="rgb_array")
+    made = Trajectory(0, 0, "FrozenLake-v1", seed, 0)
+    observation, pictures = env.reset(seed=seed)[0], [env.render()]
+    plan = list(env.expert())
+    for count in counts:
+        taken, plan = tuple(plan[:count]), plan[count:]
+        made.turns.append(replace(turn("answer", observation=observation), actions=taken))
+        for action in taken:
+            observation = env.step(action)[0]
+        pictures.append(env.render())
+    env.close()
+    return made, pictures
+
+
+def read_png(address: str) -> np.ndarray:
+    content = base64.b64decode(address.removeprefix("data:image/png;base64,"))
+    width, height = struct.unpack(">II", content[16:24])
+    rows = np.frombuffer(zlib.decompress(content[41:-16]), np.uint8).reshape(height, 1 + 3 * width)
+    return rows[:, 1:].reshape(height, width, 3)
+
+
+def test_pictures_are_those_of_the_states(tmp_path: Path) -> None:
+    played, expected = play(5, [1, 0, 2])
+    directory = make_run(tmp_path / "run", done=0)
+    with Recorder(directory) as recorder:
+        recorder.episode(1, played, "trained")
+    directory.release()
+    number = records.list_episodes(directory.episodes_file)[-1].id
+    found = draw_episode(directory.path, number)
+    assert found["note"] == ""
+    assert len(found["pictures"]) == 4
+    for address, picture in zip(found["pictures"], expected, strict=True):
+        np.testing.assert_array_equal(read_png(address), picture)
+
+
+def test_a_record_that_the_environment_does_not_repeat_is_not_drawn(run: Path, tmp_path: Path) -> None:
+    played, _ = play(5, [1, 1])
+    played.turns[1] = replace(played.turns[1], observation="another map")
+    directory = make_run(tmp_path / "run", done=0)
+    with Recorder(directory) as recorder:
+        recorder.episode(1, played, "trained")
+    directory.release()
+    found = draw_episode(directory.path, records.list_episodes(directory.episodes_file)[-1].id)
+    assert len(found["pictures"]) == 1
+    assert "From turn 2 on" in found["note"]
+
+
+def test_environments_without_pictures_are_not_replayed(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", settings=["env.id=Countdown-v0"])
+    directory.release()
+    assert draw_episode(directory.path, 1) == {"pictures": [], "note": ""}
 
 
 # --- server

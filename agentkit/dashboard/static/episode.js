@@ -61,6 +61,7 @@ export class Episode {
       this.drawGroup(run, episode);
     } else {
       this.body.replaceChildren(...conversation(episode));
+      this.drawPictures(run, episode);
     }
   }
 
@@ -92,6 +93,19 @@ export class Episode {
     this.body.replaceChildren(h("p", { class: "note" }, "Loading the group …"));
     const loaded = await Promise.all(episode.group.map((id) => this.load("episode", run, String(id)).catch(() => null)));
     if (address === location.hash) this.body.replaceChildren(...groupView(run, episode, loaded.filter(Boolean), episode.group.length));
+  }
+
+  async drawPictures(run, episode) {
+    const address = location.hash;
+    const { pictures, note } = await this.load("drawings", run, String(episode.id)).catch((error) => ({ pictures: [], note: error.message }));
+    if (address !== location.hash) return;
+    const picture = (source, alt) => h("img", { class: "picture", src: source, alt });
+    this.body.querySelectorAll(".message.user").forEach((message, index) => {
+      if (pictures[index]) message.prepend(picture(pictures[index], `State before turn ${index + 1}`));
+    });
+    const last = pictures.length > episode.turns.length && pictures.at(-1);
+    if (last) this.body.append(h("article", { class: "turn" }, h("header", null, h("h2", null, "End")), h("div", { class: "message user" }, picture(last, "Last state"))));
+    if (note) this.body.prepend(h("p", { class: "note" }, note));
   }
 
   turnTo(part) {

@@ -1,0 +1,102 @@
+"""Pictures of the states of a recorded episode, drawn by its environment.
+
+Invariant: an episode is drawn only while the replayed environment says what the record says; from the first difference
+on, there are no pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentkit import records, registry
+from agentkit.config import RunConfig
+from agentkit.errors import AgentkitError
+from agentkit.run_directory import RunDirectory
+from agentkit.types import Trajectory
+
+_MODE = "rgb_array"
+_MOST_PIXELS = 4_000_000
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def draw_episode(path: Path, number: int) -> dict[str, Any]:
+    """Return pictures of an episode: its environment repeats the actions from the seed, in this process.
+
+    Only deterministic environments that draw pictures are replayed, and none that the run kept in a sandbox.
+
+    Args:
+        path: the run.
+        number: id of the episode.
+
+    Returns:
+        ``pictures``: a PNG as a ``data:`` address for the state before each turn and after the last one, None where it
+        is unknown; ``note``: why pictures are missing, empty if the environment draws none.
+    """
+    run = RunDirectory.open(path)
+    row, trajectory = records.read_episode(run.episodes_file, number)
+    nothing: list[str | None] = []
+    try:
+        config = run.config()
+        if config.env.sandbox != "none" or not _draws(config.env.id) or trajectory.env_id != config.env.id:
+            return {"pictures": nothing, "note": ""}
+        pictures, note = _replayed(config, trajectory, evaluated=row.ending == records.EVALUATION)
+    except AgentkitError as error:
+        return {"pictures": nothing, "note": f"The environment cannot draw the episode: {error}"}
+    return {"pictures": pictures, "note": note}
+
+
+def _draws(id: str) -> bool:
+    kind = registry.env_class(id)
+    modes = getattr(kind, "metadata", {}).get("render_modes", [])
+    return _MODE in modes and kind.deterministic is True and not inspect.iscoroutinefunction(kind.step)
+
+
+def _replayed(config: RunConfig, trajectory: Trajectory, *, evaluated: bool) -> tuple[list[str | None], str]:
+    kwargs = {**config.env.kwargs, **(config.evaluation.kwargs if evaluated else {})}
+    env = registry.make(config.env.id, **{**kwargs, "render_mode": _MODE})
+    pictures: list[str | None] = []
+    try:
+        said, over = env.reset(seed=trajectory.seed)[0], False
+        for number, (turn, state) in enumerate(zip(trajectory.turns, trajectory.states, strict=True), 1):
+            if said not in state:
+                return pictures, f"From turn {number} on, the environment says something else than the record."
+            pictures.append(png(env.render()))
+            for action in turn.actions:
+                if not over:
+                    said, _, terminated, truncated, _ = env.step(action)
+                    over = terminated or truncated
+        pictures.append(png(env.render()))
+    except AgentkitError:
+        raise
+    except Exception as error:  # of the environment's code
+        return pictures, f"The environment failed: {type(error).__name__}: {error}"
+    finally:
+        env.close()
+    return pictures, ""
+
+
+def png(picture: Any) -> str | None:
+    """Return a picture as the ``data:`` address of a PNG (RFC 2083); None if it is none, or too large.
+
+    Args:
+        picture: uint8 ``[height, width, 3 or 4]``.
+    """
+    if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim != 3:
+        return None
+    height, width, channels = picture.shape
+    if channels not in (3, 4) or not 0 < height * width <= _MOST_PIXELS:
+        return None
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 6, 0, 0, 0)
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), picture.reshape(height, -1)], axis=1)  # filter 0
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
+    content = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return f"data:image/png;base64,{base64.b64encode(_PNG + content).decode()}"
