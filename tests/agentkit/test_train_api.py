@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import agentkit
@@ -59,6 +60,20 @@ def test_a_dict_is_trained_and_the_callbacks_see_every_step_and_episode(tmp_path
     recorded = list_episodes(tmp_path / "run" / "episodes.sqlite", Filter(ending="trained"))
     assert len(episodes) == len(recorded) == 2 * 2 * 2
     assert {(t.group_id, t.member) for t in episodes} == {(row.group_id, row.member) for row in recorded}
+
+
+def test_the_dashboard_is_served_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers: list[httpx.Response] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        address, token = capsys.readouterr().out.split()[-1].split("?token=")
+        answers.append(httpx.get(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"}))
+
+    agentkit.train(small(tmp_path / "run"), overrides=["steps=1"], on_step=on_step, dashboard=True)
+    (answer,) = answers
+    assert [(run["name"], run["status"], run["steps"]) for run in answer.json()] == [("run", "running", 1)]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(str(answer.url))
 
 
 async def test_it_works_where_an_event_loop_is_running(tmp_path: Path) -> None:
