@@ -6,6 +6,7 @@ Invariant: a run is named by the page and looked up among the runs that were fou
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from agentkit.dashboard.drawings import draw_episode
 from agentkit.errors import AgentkitError, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
+
+_SEARCH_PAUSES = 20
+"""Time between two searches for runs, as a multiple of the time that one takes: large folders are searched rarely."""
 
 
 class Answers:
@@ -28,6 +32,7 @@ class Answers:
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = list(places)
         self.runs = queries.find_runs(self._places)
+        self._search_at = 0.0
         self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self._texts: dict[Path, Callable[[list[int]], str]] = {}
         self._lock, self._reading = threading.Lock(), threading.Lock()
@@ -65,7 +70,11 @@ class Answers:
         return self.runs[name]
 
     def _runs(self, _: Mapping[str, str]) -> str:
-        self.runs = queries.find_runs([place for place in self._places if place.is_dir()])
+        if time.monotonic() >= self._search_at:
+            began = time.monotonic()
+            self.runs = queries.find_runs([place for place in self._places if place.is_dir()])
+            ended = time.monotonic()
+            self._search_at = ended + _SEARCH_PAUSES * (ended - began)
         return queries.to_json([{"name": name, **self._summary(path)} for name, path in self.runs.items()])
 
     def _summary(self, path: Path) -> dict[str, Any]:
@@ -81,7 +90,10 @@ class Answers:
             return known[1]
 
     def _episodes(self, asked: Mapping[str, str]) -> str:
-        at = float(asked["at"]) if asked.get("at") else None
+        try:
+            at = float(asked["at"]) if asked.get("at") else None
+        except ValueError:
+            raise RunDirectoryError(f"at={asked['at']!r} must be a time") from None
         return queries.episode_table(
             self._run(asked), after=_number(asked, "after"), at=at, count=_number(asked, "count")
         )

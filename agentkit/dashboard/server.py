@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
@@ -94,10 +95,14 @@ class _Server(ThreadingHTTPServer):
     cookie: str
     pages: Mapping[str, bytes]
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the browser has gone
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 60.0
-    server: _Server
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -145,8 +150,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, question: str, asked: Mapping[str, str]) -> None:
         try:
             status, text = 200, self.server.answers.answer(question, asked)
-        except (AgentkitError, ValueError) as error:
+        except AgentkitError as error:
             status, text = 404, to_json({"error": str(error)})
+        except Exception as error:  # a run can contain anything; the page shows it, and the terminal stays clean
+            status, text = 500, to_json({"error": f"{type(error).__name__}: {error}"})
         self._send(status, text.encode(), "application/json")
 
     def _send(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:

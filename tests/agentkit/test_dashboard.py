@@ -10,6 +10,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,8 +109,8 @@ def test_metrics_are_columns_by_step(run: Path) -> None:
 
 
 def test_runs_differ_in_family_unless_only_their_seeds_differ(tmp_path: Path) -> None:
-    for name, options in (("a", {}), ("b", {"seed": 1}), ("c", {"settings": ["learner.lr=0.5"]})):
-        make_run(tmp_path / name, done=0, **options).release()
+    for name, seed, settings in (("a", 0, []), ("b", 1, []), ("c", 0, ["learner.lr=0.5"])):
+        make_run(tmp_path / name, done=0, seed=seed, settings=settings).release()
     families = [queries.summary(tmp_path / name)["family"] for name in "abc"]
     assert families[0] == families[1] != families[2]
 
@@ -358,6 +359,19 @@ def test_requests_from_elsewhere_are_refused(server: Dashboard, headers: dict[st
     allowed = {"Authorization": f"Bearer {token}"}
     assert httpx.get(f"{base}api/runs", headers=allowed).status_code == 200
     assert httpx.get(f"{base}api/runs", headers=allowed | headers).status_code == 403
+
+
+def test_a_new_run_appears(run: Path) -> None:
+    answers = Answers([run.parent])
+    assert [one["name"] for one in json.loads(answers.answer("runs", {}))] == ["first"]
+    make_run(run.parent / "second", done=0).release()
+    found: list[str] = []
+    for _ in range(200):
+        found = [one["name"] for one in json.loads(answers.answer("runs", {}))]
+        if len(found) > 1:
+            break
+        time.sleep(0.05)
+    assert found == ["first", "second"]
 
 
 def test_names_are_never_paths(server: Dashboard) -> None:

@@ -112,7 +112,10 @@ export class Overview {
       this.table.replaceChildren(h("div", { class: "bar" }, this.title, h("div", { class: "spring" }), this.search, all, none), this.tableBody);
     }
     this.title.textContent = `Runs (${this.runs.length})`;
+    const focused = this.tableBody.contains(document.activeElement) && document.activeElement;
+    const place = focused && [focused.closest("tr")?.dataset.run, focused.matches("input") ? "input" : "a"];
     this.tableBody.replaceChildren(table);
+    if (place) table.querySelector(`tr[data-run="${CSS.escape(place[0] ?? "")}"] ${place[1]}`)?.focus();
   }
 
   row(run, on) {
@@ -224,7 +227,7 @@ export class Overview {
 
   cards(names) {
     return h("div", { class: "cards" }, names.map((name) => {
-      const chart = new Chart(name, (run, x) => route().params.get("x") !== "time" && go("episodes", { run, step: x }));
+      const chart = new Chart(name, (run, x) => route().params.get("x") !== "time" && go("episodes", { run, step: x, ending: name.startsWith("eval/") ? "eval" : "trained" }));
       chart.element.dataset.metric = `${this.charts.size} ${name}`;
       this.charts.set(chart.element.dataset.metric, chart);
       this.observer.observe(chart.element);
