@@ -97,7 +97,9 @@ export class Overview {
     const search = params.get("find") ?? "";
     const selected = new Set(this.selected().map((run) => run.name));
     const shown = matching(this.runs.map((run) => run.name), search);
-    const rows = this.runs.filter((run) => shown.includes(run.name)).map((run) => this.row(run, selected.has(run.name)));
+    const first = (run) => (run.status === "running" ? 0 : 1);
+    const ordered = this.runs.filter((run) => shown.includes(run.name)).sort((a, b) => first(a) - first(b));
+    const rows = ordered.map((run) => this.row(run, selected.has(run.name)));
     const names = ["", "Run", "Status", "Progress", "Left", "Success", "Return", "Episodes", "Tokens", "Env. time", "Worked", "Updated"];
     const table = h("table", { class: "grid" },
       h("thead", null, h("tr", null, names.map((name, index) => h("th", { class: index > 4 && index < 11 ? "num" : null, scope: "col" }, name)))),
@@ -131,7 +133,7 @@ export class Overview {
       h("td", { class: "pick" }, h("label", null, box, mark)),
       h("td", { class: "name", title: run.path }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
         h("small", null, line([run.env, run.algorithm].filter(Boolean).join(" · ")))),
-      h("td", { title: run.error || null }, badge(run.status)),
+      h("td", { title: run.error || null }, badge(run.status), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
       h("td", null, run.steps ? h("div", { class: "progress", title: `step ${run.step} of ${run.steps}` },
         h("div", { style: { width: `${100 * share}%` } }), h("span", null, `${count(run.step)} / ${count(run.steps)}`)) : "–"),
       h("td", null, duration(run.left_s)),
