@@ -164,7 +164,7 @@ export class Overview {
 
   async loadMetrics(runs) {
     await Promise.all(runs.map(async (run) => {
-      const stamp = JSON.stringify([run.updated, run.counts]);
+      const stamp = JSON.stringify([run.updated, run.latest]);
       if (run.status === "unreadable" || this.metrics.get(run.name)?.stamp === stamp) return;
       this.metrics.set(run.name, { stamp, ...await ask("metrics", { run: run.name }) });
     }));
