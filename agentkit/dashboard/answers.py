@@ -13,7 +13,7 @@ from typing import Any
 
 from agentkit.dashboard import queries
 from agentkit.dashboard.credit import token_advantages
-from agentkit.dashboard.drawings import draw_episode
+from agentkit.dashboard.drawings import draw_episode, drawing_of
 from agentkit.errors import AgentkitError, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
@@ -62,6 +62,20 @@ class Answers:
         if question not in self._known:
             raise RunDirectoryError(f"the question {question!r} is unknown; known are {', '.join(self._known)}")
         return self._known[question](asked)
+
+    def page(self, asked: Mapping[str, str]) -> str:
+        """Return the HTML that an environment draws of one state of an episode. It is not trusted.
+
+        Args:
+            asked: ``run``, ``id``, and ``state``: the number of the state, from 0.
+
+        Raises:
+            AgentkitError: there is no such page.
+        """
+        pages, state = drawing_of(self._run(asked), _number(asked, "id")).pages, _number(asked, "state")
+        if state >= len(pages):
+            raise RunDirectoryError(f"the episode has {len(pages)} pages, and none with the number {state}")
+        return pages[state]
 
     def _run(self, asked: Mapping[str, str]) -> Path:
         name = asked.get("run", "")

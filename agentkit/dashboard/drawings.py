@@ -1,7 +1,7 @@
-"""Pictures of the states of a recorded episode, drawn by its environment.
+"""Pictures and pages of the states of a recorded episode, drawn by its environment.
 
 Invariant: an episode is drawn only while the replayed environment says what the record says; from the first difference
-on, there are no pictures.
+on, nothing is drawn.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import base64
 import inspect
 import struct
 import zlib
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from agentkit import records, registry
 from agentkit.config import RunConfig
+from agentkit.dashboard.queries import signature
 from agentkit.errors import AgentkitError
 from agentkit.run_directory import RunDirectory
 from agentkit.types import Trajectory
@@ -26,60 +28,95 @@ _MOST_PIXELS = 4_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def draw_episode(path: Path, number: int) -> dict[str, Any]:
-    """Return pictures of an episode: its environment repeats the actions from the seed, in this process.
+class Drawing(NamedTuple):
+    """What an environment draws of an episode: of the state before each turn, and after the last one."""
 
-    Only deterministic environments that draw pictures are replayed, and none that the run kept in a sandbox.
+    pictures: list[str | None]
+    """PNGs as ``data:`` addresses."""
+    pages: list[str]
+    """HTML of environments with web pages. It is not trusted."""
+    note: str
+    """Why something is missing; empty if the environment draws nothing."""
+
+
+def draw_episode(path: Path, number: int) -> dict[str, Any]:
+    """Return ``pictures``, the number of ``pages``, and the ``note`` of a ``Drawing``."""
+    drawing = drawing_of(path, number)
+    return {"pictures": drawing.pictures, "pages": len(drawing.pages), "note": drawing.note}
+
+
+def drawing_of(path: Path, number: int) -> Drawing:
+    """Draw an episode: its environment repeats the actions from the seed, in this process.
+
+    Only deterministic environments that draw pictures or pages are replayed, and none that the run kept in a sandbox.
 
     Args:
         path: the run.
         number: id of the episode.
 
-    Returns:
-        ``pictures``: a PNG as a ``data:`` address for the state before each turn and after the last one, None where it
-        is unknown; ``note``: why pictures are missing, empty if the environment draws none.
+    Raises:
+        RunDirectoryError: the run has no such episode.
     """
+    return _drawing(path, number, signature(path))
+
+
+@lru_cache(maxsize=4)
+def _drawing(path: Path, number: int, _: Any) -> Drawing:
     run = RunDirectory.open(path)
     row, trajectory = records.read_episode(run.episodes_file, number)
-    nothing: list[str | None] = []
     try:
         config = run.config()
         if config.env.sandbox != "none" or not _draws(config.env.id) or trajectory.env_id != config.env.id:
-            return {"pictures": nothing, "note": ""}
-        pictures, note = _replayed(config, trajectory, evaluated=row.ending == records.EVALUATION)
+            return Drawing([], [], "")
+        return _replayed(config, trajectory, evaluated=row.ending == records.EVALUATION)
     except AgentkitError as error:
-        return {"pictures": nothing, "note": f"The environment cannot draw the episode: {error}"}
-    return {"pictures": pictures, "note": note}
+        return Drawing([], [], f"The environment cannot draw the episode: {error}")
 
 
 def _draws(id: str) -> bool:
     kind = registry.env_class(id)
-    modes = getattr(kind, "metadata", {}).get("render_modes", [])
-    return _MODE in modes and kind.deterministic is True and not inspect.iscoroutinefunction(kind.step)
+    return (
+        (_draws_pictures(kind) or hasattr(kind, "page"))
+        and kind.deterministic is True
+        and not inspect.iscoroutinefunction(kind.step)
+    )
 
 
-def _replayed(config: RunConfig, trajectory: Trajectory, *, evaluated: bool) -> tuple[list[str | None], str]:
+def _draws_pictures(kind: Any) -> bool:
+    return _MODE in getattr(kind, "metadata", {}).get("render_modes", [])
+
+
+def _replayed(config: RunConfig, trajectory: Trajectory, *, evaluated: bool) -> Drawing:
     kwargs = {**config.env.kwargs, **(config.evaluation.kwargs if evaluated else {})}
-    env = registry.make(config.env.id, **{**kwargs, "render_mode": _MODE})
-    pictures: list[str | None] = []
+    if paints := _draws_pictures(registry.env_class(config.env.id)):
+        kwargs["render_mode"] = _MODE
+    env, drawing = registry.make(config.env.id, **kwargs), Drawing([], [], "")
+
+    def draw() -> None:
+        if paints:
+            drawing.pictures.append(png(env.render()))
+        else:
+            drawing.pages.append(str(env.page()))
+
     try:
         said, over = env.reset(seed=trajectory.seed)[0], False
         for number, (turn, state) in enumerate(zip(trajectory.turns, trajectory.states, strict=True), 1):
             if said not in state:
-                return pictures, f"From turn {number} on, the environment says something else than the record."
-            pictures.append(png(env.render()))
+                note = f"From turn {number} on, the environment says something else than the record."
+                return drawing._replace(note=note)
+            draw()
             for action in turn.actions:
                 if not over:
                     said, _, terminated, truncated, _ = env.step(action)
                     over = terminated or truncated
-        pictures.append(png(env.render()))
+        draw()
     except AgentkitError:
         raise
     except Exception as error:  # of the environment's code
-        return pictures, f"The environment failed: {type(error).__name__}: {error}"
+        return drawing._replace(note=f"The environment failed: {type(error).__name__}: {error}")
     finally:
         env.close()
-    return pictures, ""
+    return drawing
 
 
 def png(picture: Any) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from agentkit import records
 from agentkit.dashboard.answers import Answers
-from agentkit.dashboard.server import static_files
+from agentkit.dashboard.drawings import drawing_of
+from agentkit.dashboard.server import DRAWN, static_files
 from agentkit.errors import ConfigError, RunDirectoryError
 from agentkit.run_directory import RunDirectory
 
@@ -23,7 +24,7 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'self'; "
-    "style-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'\">\n"
+    "style-src 'self'; img-src 'self' data:; frame-src 'self'; base-uri 'none'; form-action 'none'\">\n"
 )
 
 
@@ -59,6 +60,10 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
                 answer = answers.answer(question, {"run": name, **more})
                 script = f"agentkitCopy.answers[{json.dumps(place + file)}] = {answer};\n"
                 (folder / place / file).write_text(script, encoding="utf-8")
+                if question == "drawings":
+                    for state, page in enumerate(drawing_of(answers.runs[name], int(more["id"])).pages):
+                        content = f'<meta http-equiv="Content-Security-Policy" content="{DRAWN}">{page}'
+                        (folder / place / f"page-{more['id']}-{state}.html").write_text(content, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another") from error
     return len(answers.runs)

@@ -31,13 +31,16 @@ _TYPES = {
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+DRAWN = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
+"""Policy of pages that environments draw. Their frame also has no origin, and runs no script."""
 
 
 class Dashboard:
@@ -111,6 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(problem[0], problem[1].encode(), "")
         elif address.path.startswith("/api/"):
             self._answer(address.path.removeprefix("/api/"), asked)
+        elif address.path == "/page":
+            self._page(asked)
         elif (page := self.server.pages.get(address.path.lstrip("/") or "index.html")) is not None:
             headers = {}
             if self.server.token:
@@ -155,6 +160,15 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # a run can contain anything; the page shows it, and the terminal stays clean
             status, text = 500, to_json({"error": f"{type(error).__name__}: {error}"})
         self._send(status, text.encode(), "application/json")
+
+    def _page(self, asked: Mapping[str, str]) -> None:
+        try:
+            text = self.server.answers.page(asked)
+        except AgentkitError as error:
+            self._send(404, str(error).encode("utf-8", "replace"), "")
+            return
+        policy = {"Content-Security-Policy": f"{DRAWN}; sandbox; frame-ancestors 'self'"}
+        self._send(200, text.encode("utf-8", "replace"), ".html", policy)
 
     def _send(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

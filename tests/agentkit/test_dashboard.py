@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import pytest
 from dashboard_runs import EVALUATED, episode, make_run, turn
+from requiring import require
 from typer.testing import CliRunner
 
 import agentkit
@@ -306,7 +307,40 @@ def test_a_record_that_the_environment_does_not_repeat_is_not_drawn(run: Path, t
 def test_environments_without_pictures_are_not_replayed(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", settings=["env.id=Countdown-v0"])
     directory.release()
-    assert draw_episode(directory.path, 1) == {"pictures": [], "note": ""}
+    assert draw_episode(directory.path, 1) == {"pictures": [], "pages": 0, "note": ""}
+
+
+def test_pages_of_an_environment_are_served_without_rights(tmp_path: Path) -> None:
+    require("bm25s", "pip install 'agentkit-rl[webshop]'")
+    directory = make_run(tmp_path / "run", settings=["env.id=WebShop-v0"])
+    env = agentkit.make("WebShop-v0")
+    played = Trajectory(0, 0, "WebShop-v0", 3, 0)
+    observation, pages = env.reset(seed=3)[0], [env.page()]
+    for action in list(env.expert())[:2]:
+        played.turns.append(replace(turn("answer", observation=observation), actions=(action,)))
+        observation = env.step(action)[0]
+        pages.append(env.page())
+    env.close()
+    with Recorder(directory) as recorder:
+        recorder.episode(1, played, "trained")
+    directory.release()
+    number = records.list_episodes(directory.episodes_file)[-1].id
+    assert draw_episode(directory.path, number) == {"pictures": [], "pages": 3, "note": ""}
+    with Dashboard([directory.path], port=0) as server:
+        base, token = server.url.split("?token=")
+        headers = {"Authorization": f"Bearer {token}"}
+        asked = {"run": "run", "id": str(number)}
+        for state, page in enumerate(pages):
+            answer = httpx.get(f"{base}page", params={**asked, "state": str(state)}, headers=headers)
+            assert answer.text == page
+            policy = answer.headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "sandbox;" in policy
+            assert "script-src" not in policy
+        assert httpx.get(f"{base}page", params={**asked, "state": "3"}, headers=headers).status_code == 404
+        assert httpx.get(f"{base}page", params={**asked, "state": "0"}).status_code == 401
+    export([directory.path], tmp_path / "copy")
+    assert (tmp_path / "copy" / "data" / "0" / f"page-{number}-2.html").read_text().endswith(pages[2])
 
 
 # --- server

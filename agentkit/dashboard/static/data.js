@@ -17,6 +17,11 @@ async function fromServer(question, asked) {
   return answer;
 }
 
+/** The address of a page that the environment draws of a state. */
+export function drawnPage(run, id, state) {
+  return copy ? `${copy.folders[run]}/page-${id}-${state}.html` : `page?${new URLSearchParams({ run, id, state })}`;
+}
+
 // A page that was opened from a file may not fetch others, but it may load scripts.
 function fromCopy(question, asked) {
   const folder = asked.run === undefined ? "data" : copy.folders[asked.run];

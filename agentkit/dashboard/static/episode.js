@@ -1,6 +1,6 @@
 // One episode: conversation, tokens, and its group.
 
-import { ask } from "./data.js";
+import { ask, drawnPage } from "./data.js";
 import { badge, block, count, duration, facts, h, line, number } from "./dom.js";
 import { lastList } from "./episodes.js";
 import { groupView } from "./group.js";
@@ -97,14 +97,16 @@ export class Episode {
 
   async drawPictures(run, episode) {
     const address = location.hash;
-    const { pictures, note } = await this.load("drawings", run, String(episode.id)).catch((error) => ({ pictures: [], note: error.message }));
+    const nothing = (error) => ({ pictures: [], pages: 0, note: error.message });
+    const { pictures, pages, note } = await this.load("drawings", run, String(episode.id)).catch(nothing);
     if (address !== location.hash) return;
-    const picture = (source, alt) => h("img", { class: "picture", src: source, alt });
-    this.body.querySelectorAll(".message.user").forEach((message, index) => {
-      if (pictures[index]) message.prepend(picture(pictures[index], `State before turn ${index + 1}`));
-    });
-    const last = pictures.length > episode.turns.length && pictures.at(-1);
-    if (last) this.body.append(h("article", { class: "turn" }, h("header", null, h("h2", null, "End")), h("div", { class: "message user" }, picture(last, "Last state"))));
+    const drawn = (state, alt) => {
+      if (pictures[state]) return h("img", { class: "picture", src: pictures[state], alt });
+      return state < pages && h("iframe", { class: "picture", src: drawnPage(run, episode.id, state), title: alt, sandbox: "", loading: "lazy" });
+    };
+    this.body.querySelectorAll(".message.user").forEach((message, index) => message.prepend(drawn(index, `State before turn ${index + 1}`) || ""));
+    const last = drawn(episode.turns.length, "Last state");
+    if (last) this.body.append(h("article", { class: "turn" }, h("header", null, h("h2", null, "End")), h("div", { class: "message user" }, last)));
     if (note) this.body.prepend(h("p", { class: "note" }, note));
   }
 
