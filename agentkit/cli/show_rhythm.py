@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agentkit.dashboard.readings import Drawing, draw, letters, newest_checkpoint
-
 if TYPE_CHECKING:
+    from agentkit.dashboard.readings import Drawing
     from agentkit.records import EpisodeRow
     from agentkit.run_directory import RunDirectory
     from agentkit.types import Trajectory
@@ -37,6 +36,8 @@ def rhythm_lines(
         RunDirectoryError: the episode was voided or has no action token.
         LearnerError: the attention of the model cannot be read.
     """
+    from agentkit.dashboard.readings import draw, newest_checkpoint
+
     checkpoint = newest_checkpoint(directory, row, trajectory)
     return lines_of(row, draw(directory.config(), checkpoint, trajectory), text_of)
 
@@ -45,6 +46,7 @@ def lines_of(row: EpisodeRow, drawing: Drawing, text_of: Callable[[list[int]], s
     """Return the drawing as text: a legend, then one line per action token."""
     import numpy as np
 
+    from agentkit.dashboard.readings import letters
     from agentkit.trainers.algorithms.rhythm import HORIZON, WINDOW
 
     heads, batch, marks = drawing.heads, drawing.batch, drawing.marks

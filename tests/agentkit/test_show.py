@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from agentkit.cli.show import episode_lines, list_lines
-from agentkit.cli.show_rhythm import Drawing, bar, lines_of, rhythm_lines
+from agentkit.cli.show_rhythm import bar, lines_of, rhythm_lines
 from agentkit.config import AlgorithmConfig
+from agentkit.dashboard.readings import Drawing
 from agentkit.errors import CheckpointError
 from agentkit.records import EpisodeRow
 from agentkit.run_directory import RunDirectory
