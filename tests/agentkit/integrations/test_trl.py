@@ -88,7 +88,7 @@ def tool_names(instance: Any) -> list[str]:
 
 def schema(method: Any) -> dict[str, Any]:
     require("transformers", "install the extra `train`")
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     declared = get_json_schema(method)
     assert declared["function"].pop("return") == {"type": "string"}
@@ -120,7 +120,7 @@ def test_schemas_survive_the_way_through_a_docstring() -> None:
     }
     parameters = {"type": "object", "properties": properties, "required": ["mode", "path"]}
     function = {"name": "edit", "description": "Edit a file.\n\n  Raises: no flag.", "parameters": parameters}
-    found = schema(type("Files", (), {"edit": tool_method({"type": "function", "function": function}, taken)})().edit)
+    found = schema(tool_method({"type": "function", "function": function}, taken))
     assert sorted(found["function"]["parameters"].pop("required")) == ["mode", "path"]
     assert found["function"].pop("description") == "Edit a file.\n\n  Raises : no flag."  # else a section would begin
     assert found["function"]["parameters"]["properties"]["ratio"].pop("description") == "Args : none."
@@ -135,7 +135,7 @@ def test_what_a_type_cannot_express_is_described() -> None:
         "description": "Go.",
         "parameters": {"type": "object", "properties": {"to": point, "any": {}}},
     }
-    found = schema(type("Map", (), {"go": tool_method({"type": "function", "function": function}, taken)})().go)
+    found = schema(tool_method({"type": "function", "function": function}, taken))
     described = found["function"]["parameters"]["properties"]
     assert described["to"]["type"] == "object"
     assert '"properties": {"x": {"type": "integer"}}' in described["to"]["description"]
@@ -287,9 +287,8 @@ def test_a_closed_factory(door: EnvironmentFactory) -> None:
 def test_collected_instances_are_closed() -> None:
     factory = EnvironmentFactory("Door-v0")
     instances = [factory(), factory()]
-    for instance in instances:
-        instance.reset(seed=0)
-    del factory, instance
+    assert all(instance.reset(seed=0) for instance in instances)
+    del factory
     gc.collect()
     assert Door.opened == 2  # TRL still has the instances
     instances.clear()
