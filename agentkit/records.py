@@ -273,7 +273,10 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise RunDirectoryError(f"{path} does not exist: the run has recorded no episode yet")
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db:
+        # A writer has a log. Without one, SQLite would create it, and fail in a folder that may not be written.
+        place = path.resolve()
+        how = "mode=ro" if place.with_name(f"{place.name}-wal").exists() else "mode=ro&immutable=1"
+        with closing(sqlite3.connect(f"{place.as_uri()}?{how}", uri=True, timeout=_BUSY_TIMEOUT_S)) as db:
             yield db
     except sqlite3.Error as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error

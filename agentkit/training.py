@@ -6,12 +6,13 @@ import contextlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from agentkit.config import RunConfig
 from agentkit.config_io import load_config
+from agentkit.dashboard.child import run_page
 from agentkit.errors import ConfigError
 from agentkit.extras import require_training
 from agentkit.jsonl import read_jsonl
@@ -91,7 +92,7 @@ def train(
             view.message(f"{'resuming' if resume else 'starting'} the run in {settings.dir}")
         if directory.set_aside is not None:
             view.message(f"{directory.path} held a run without a checkpoint; its records are in {directory.set_aside}")
-        with _page(directory, tell) if dashboard else contextlib.nullcontext():
+        with run_page(directory.path, tell) if dashboard else contextlib.nullcontext():
             return _run(settings, directory, resume, on_step, on_episode, view)
     except KeyboardInterrupt:
         if directory.has_checkpoint():
@@ -138,19 +139,6 @@ def _run(
         ),
         view.message,
     )
-
-
-@contextlib.contextmanager
-def _page(directory: RunDirectory, tell: Callable[[str], object]) -> Iterator[None]:
-    from agentkit.dashboard.server import PORT, Dashboard
-
-    try:
-        server = Dashboard([directory.path], port=PORT)
-    except ConfigError:  # another run's page has this port
-        server = Dashboard([directory.path], port=0)
-    with server:
-        tell(f"dashboard: {server.url}")
-        yield
 
 
 class _NoView:

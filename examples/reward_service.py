@@ -15,7 +15,7 @@ from agentkit.portal import portal
 
 
 @functools.cache
-def sandboxes(process: int, backend: str, memory: str) -> Any:
+def sandboxes(process: int, backend: str, memory: int) -> Any:
     """Return the pool of this process. It starts with the first program, and ends with the process."""
     return runner(backend, memory)
 
@@ -25,12 +25,13 @@ class Programs:
     """Settings only: copies in other processes have pools of their own."""
 
     backend: str = "docker"
-    memory: str = "256m"
     limits: Limits = field(default_factory=lambda: Limits(seconds=2))
 
     async def score(self, program: str, cases: Sequence[tuple[str, str]]) -> float | None:
         """Return the share of cases (input, expected output) that the program solves; None if sandboxes failed."""
-        pool = sandboxes(os.getpid(), self.backend, self.memory)
+        if not cases:
+            raise ValueError("there are no cases")
+        pool = sandboxes(os.getpid(), self.backend, self.limits.memory)
         try:
             runs = await pool.use(lambda one: one.run(program, [given for given, _ in cases], self.limits))
         except EnvError:

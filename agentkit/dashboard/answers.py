@@ -77,6 +77,10 @@ class Answers:
             raise RunDirectoryError(f"the episode has {len(pages)} pages, and none with the number {state}")
         return pages[state]
 
+    def readable(self, run: str) -> bool:
+        """Return whether the records of a run can be read; the answer to ``runs`` has the error otherwise."""
+        return self._summary(self.runs[run])["status"] != "unreadable"
+
     def _run(self, asked: Mapping[str, str]) -> Path:
         name = asked.get("run", "")
         if name not in self.runs:
@@ -98,8 +102,9 @@ class Answers:
             if known is None or known[0] != stamp:
                 try:
                     found = {"path": str(path), **queries.summary(path)}
-                except AgentkitError as error:
-                    found = {"path": str(path), "status": "unreadable", "error": str(error)}
+                except Exception as error:  # a folder can contain anything
+                    text = str(error) if isinstance(error, AgentkitError) else f"{type(error).__name__}: {error}"
+                    found = {"path": str(path), "status": "unreadable", "error": text}
                 known = self._summaries[path] = stamp, found
             return known[1]
 
@@ -128,6 +133,6 @@ class Answers:
 
 def _number(asked: Mapping[str, str], name: str) -> int:
     text = asked.get(name, "0")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 18:  # SQLite stores no larger ones
         raise RunDirectoryError(f"{name}={text!r} must be a number")
     return int(text)

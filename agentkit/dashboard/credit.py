@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agentkit import records
-from agentkit.dashboard.queries import signature
 from agentkit.errors import AgentkitError
+from agentkit.jsonl import read_jsonl
 from agentkit.plugins import ADVANTAGE
 from agentkit.run_directory import RunDirectory
 from agentkit.types import Group
@@ -37,7 +37,10 @@ def token_advantages(path: Path, number: int) -> dict[str, Any]:
     row, _ = records.read_episode(run.episodes_file, number)
     if row.ending != TRAINED:
         return _missing(f"The episode was not trained on (it is {row.ending}), so it has no advantages.")
-    estimate = _estimate(path, row.step, signature(path))
+    if run.in_use() and row.step > max((line["step"] for line in read_jsonl(run.metrics_file)), default=0):
+        return _missing("The step is in progress, so its batch may be incomplete.")
+    rows = records.list_episodes(run.episodes_file, records.Filter(ending=TRAINED, step=row.step))
+    estimate = _estimate(path, tuple(rows))
     if isinstance(estimate, str):
         return _missing(estimate)
     advantages, policy_weight = estimate.columns[number]
@@ -51,8 +54,8 @@ class _Estimate(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _estimate(path: Path, step: int, _: Any) -> _Estimate | str:
-    """Return the estimate of one batch, or why there is none; the last argument changes with the records."""
+def _estimate(path: Path, rows: tuple[records.EpisodeRow, ...]) -> _Estimate | str:
+    """Return the estimate of one batch, or why there is none."""
     run = RunDirectory.open(path)
     try:
         algorithm = run.config().algorithm
@@ -61,7 +64,6 @@ def _estimate(path: Path, step: int, _: Any) -> _Estimate | str:
         from agentkit.trainers.algorithms.advantages import estimate
         from agentkit.trainers.batch import flatten
 
-        rows = records.list_episodes(run.episodes_file, records.Filter(ending=TRAINED, step=step))
         episodes = [records.read_episode(run.episodes_file, row.id) for row in rows]
         groups = [
             Group(group, 0, 0, [trajectory for _, trajectory in members])

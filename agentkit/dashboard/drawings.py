@@ -18,7 +18,6 @@ import numpy as np
 
 from agentkit import records, registry
 from agentkit.config import RunConfig
-from agentkit.dashboard.queries import signature
 from agentkit.errors import AgentkitError
 from agentkit.run_directory import RunDirectory
 from agentkit.types import Trajectory
@@ -57,13 +56,14 @@ def drawing_of(path: Path, number: int) -> Drawing:
     Raises:
         RunDirectoryError: the run has no such episode.
     """
-    return _drawing(path, number, signature(path))
+    row, _ = records.read_episode(RunDirectory.open(path).episodes_file, number)
+    return _drawing(path, row)
 
 
 @lru_cache(maxsize=4)
-def _drawing(path: Path, number: int, _: Any) -> Drawing:
+def _drawing(path: Path, row: records.EpisodeRow) -> Drawing:
     run = RunDirectory.open(path)
-    row, trajectory = records.read_episode(run.episodes_file, number)
+    _, trajectory = records.read_episode(run.episodes_file, row.id)
     try:
         config = run.config()
         if config.env.sandbox != "none" or not _draws(config.env.id) or trajectory.env_id != config.env.id:

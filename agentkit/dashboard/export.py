@@ -42,7 +42,7 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
 
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
-        RunDirectoryError: there is no run, or one cannot be read.
+        RunDirectoryError: there is no run.
     """
     answers = Answers(places)
     if not answers.runs:
@@ -54,6 +54,8 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         for number, name in enumerate(answers.runs):
+            if not answers.readable(name):  # the page shows the error
+                continue
             place = f"data/{number}/"
             (folder / place).mkdir(parents=True)
             for file, question, more in _questions(answers.runs[name], episodes):
@@ -96,8 +98,9 @@ def _page(answers: Answers) -> Iterator[tuple[str, bytes]]:
     assert module in page
     yield "index.html", page.replace(module, scripts).replace("<title>", f"{_POLICY}<title>").encode()
     yield "page.js", joined(modules).encode()
+    runs = json.loads(answers.answer("runs", {}))  # this searches for runs again
     folders = {name: f"data/{number}" for number, name in enumerate(answers.runs)}
-    content = {"folders": folders, "answers": {"data/runs.js": json.loads(answers.answer("runs", {}))}}
+    content = {"folders": folders, "answers": {"data/runs.js": runs}}
     yield "copy.js", f"globalThis.agentkitCopy = {json.dumps(content)};\n".encode()
 
 

@@ -25,6 +25,8 @@ from agentkit.types import Trajectory, Turn
 
 _DEPTH = 6
 """Levels of folders that are searched for runs."""
+_RECORDS = (".lock", "events.jsonl", "metrics.jsonl", "episodes.sqlite")
+"""Files of which each run has at least one: other folders may have a ``config.yaml``, too."""
 _LONGEST_REASON = 300
 """Characters of an error in the table; the episode has the complete text."""
 _TABLE = (
@@ -59,7 +61,7 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "config.yaml").is_file():
+    if (folder / "config.yaml").is_file() and any((folder / name).exists() for name in _RECORDS):
         yield folder
     elif depth:
         try:
@@ -367,7 +369,10 @@ def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
         return None
     if not files:
         return None
-    tokenizer = Tokenizer.from_file(str(files[0]))
+    try:
+        tokenizer = Tokenizer.from_file(str(files[0]))
+    except Exception:  # which is all that it raises: the checkpoint is being written or removed
+        return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -126,7 +126,8 @@ def draw(config: RunConfig, checkpoint: Checkpoint, trajectory: Trajectory) -> D
     if algorithm.credit == "none":
         algorithm = algorithm.model_copy(update={"credit": "coupled"})
     batch = flatten([Group(0, 0, 0, [trajectory])])
-    model: Any = load_policy(ModelConfig(path=str(checkpoint.model), dtype=config.model.dtype), config.seed)
+    place = ModelConfig(path=str(checkpoint.model), dtype=config.model.dtype, device="cpu")  # a GPU may be training
+    model: Any = load_policy(place, config.seed)
     credit = Credit(algorithm, model, Ranks(0, 1, None, model.device))
     credit.restore(read_state(checkpoint.learner / "learner.pt").get("heads"))
     known, layout = credit.heads is not None, lay_out(batch, MicroBatch(np.arange(batch.num_contexts)), model.device)

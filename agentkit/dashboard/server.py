@@ -62,7 +62,8 @@ class Dashboard:
         try:
             self._server = _Server((HOST, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"cannot listen on port {port}: {error.strerror}; choose another, or 0") from error
+            advice = "; choose another, or 0" if port else ""
+            raise ConfigError(f"cannot listen on port {port}: {error.strerror}{advice}") from error
         self.port = self._server.server_port
         self._server.answers, self._server.token, self._server.pages = answers, self._token, static_files()
         self._server.cookie = f"agentkit_{self.port}"
@@ -164,8 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _page(self, asked: Mapping[str, str]) -> None:
         try:
             text = self.server.answers.page(asked)
-        except AgentkitError as error:
-            self._send(404, str(error).encode("utf-8", "replace"), "")
+        except Exception as error:  # as in `_answer`
+            status = 404 if isinstance(error, AgentkitError) else 500
+            self._send(status, str(error).encode("utf-8", "replace"), "")
             return
         policy = {"Content-Security-Policy": f"{DRAWN}; sandbox; frame-ancestors 'self'"}
         self._send(200, text.encode("utf-8", "replace"), ".html", policy)

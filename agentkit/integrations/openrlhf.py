@@ -79,7 +79,9 @@ class RolloutExecutor(AgentExecutorBase):
         """
         try:
             seed = int(label)
-        except (TypeError, ValueError):
+            if isinstance(label, float) and seed != label:
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"the label {label!r:.200} is no seed: name the column with the seeds in --data.label_key"
             ) from None

@@ -10,7 +10,9 @@ environment from ``reset`` to ``get_reward`` only.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import weakref
@@ -72,6 +74,8 @@ class EnvironmentFactory:
             }
         )
         source = EnvSource.of(config.env)
+        if source.where == "inline":  # it may block on the background loop, in which it would run
+            source = dataclasses.replace(source, where="thread")
         self._environments = _Environments(source, config)
         self._class = type(source.id, (_Episode,), _methods(source))
         self._portal = portal()
@@ -111,7 +115,7 @@ class _Episode:
             EnvFailureBudgetExceeded: too many of the latest environments failed.
         """
         seed = row.get("seed")
-        if not isinstance(seed, int) or seed < 0:
+        if type(seed) is not int or seed < 0:
             raise ConfigError(
                 f"the row {str(row)!r:.200} has no seed: the data set needs a column 'seed' with integers of at least 0"
             )
@@ -177,9 +181,16 @@ def _methods(source: EnvSource) -> dict[str, Any]:
     if source.tools:
         return {tool["function"]["name"]: tool_method(tool, _Episode._take) for tool in source.tools}
 
-    def step(self, action: str) -> str:  # transformers reads all annotations as arguments: `self` has none
-        return self._take(action if isinstance(action, str) else json.dumps(action))
+    def step(self: _Episode, action: Any = None, **others: Any) -> str:  # the environment judges wrong arguments
+        if isinstance(action, str) and not others:
+            return self._take(action)
+        return self._take(json.dumps({"action": action, **others} if others else action))
 
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    step.__annotations__ = {"action": str, "return": str}  # transformers reads all annotations as arguments
+    step.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [inspect.Parameter("self", kind), inspect.Parameter("action", kind, annotation=str)], return_annotation=str
+    )
     step.__doc__ = docstring(source.instructions.strip() or "Take one action.", {"action": "One action."})
     return {"step": step}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import queue
 import weakref
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class RolloutFunc:
         self._own = generate is None
         self._temperature = settings.get("temperature", 1.0)
         self._end = [tokenizer.eos_token_id]
+        # The processes of a trainer share groups, whose episodes must differ.
+        settings["seed"] = settings.get("seed", 0) + 1_000_003 * int(os.environ.get("RANK", 0))
         self._rollouts = Rollouts(
             env, tokenizer, generate or self._requests.generate, max_groups=max_groups, history="append", **settings
         )
@@ -227,6 +230,8 @@ def _generate(prompts: list[list[int]], sampling: Sampling, trainer: Any) -> lis
         trainer.model_wrapped,
         trainer.accelerator,
         gather_deepspeed3_params=args.ds3_gather_for_generation,
+        # transformers 4 prefers settings of the model to those that equal its defaults, such as the temperature 1.
+        generation_kwargs={**trainer.generation_kwargs, "temperature": 1.0, "eos_token_id": list(sampling.stop_ids)},
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
     )
     with unwrapped as model, torch.no_grad():

@@ -26,7 +26,9 @@ _TYPES: Mapping[str, Any] = {
     "object": dict,
     "null": type(None),
 }
-_SECTION = re.compile(r"\b(Args|Returns|Raises):")
+_MARKUP = re.compile(r"(Args|Returns|Raises|\(choices):")
+"""What transformers gives a meaning in docstrings."""
+_NO_ARGUMENTS = frozenset({"self", "Args", "Returns", "Raises"})
 
 
 def tool_method(tool: Tool, act: Callable[[Any, str], str]) -> Callable[..., str]:
@@ -48,10 +50,10 @@ def tool_method(tool: Tool, act: Callable[[Any, str], str]) -> Callable[..., str
     if name in RESERVED or name.startswith("_"):
         raise ConfigError(f"TRL offers no tool of the name {name!r}: rename the tool, or train with RolloutFunc")
     for argument in properties:
-        if not argument.isidentifier() or keyword.iskeyword(argument) or argument == "self":
+        if not argument.isidentifier() or keyword.iskeyword(argument) or argument in _NO_ARGUMENTS:
             raise ConfigError(
-                f"the tool {name!r} has the argument {argument!r}, a name that Python does not allow: rename it, or "
-                "train with RolloutFunc"
+                f"the tool {name!r} has the argument {argument!r}, a name that Python or its docstrings do not "
+                "allow: rename it, or train with RolloutFunc"
             )
 
     def method(self: Any, **arguments: Any) -> str:
@@ -88,8 +90,8 @@ def docstring(description: str, arguments: Mapping[str, str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text without the words that begin a section of a docstring."""
-    return _SECTION.sub(r"\1 :", text)
+    """Return a text without what has a meaning in a docstring."""
+    return _MARKUP.sub(r"\1 :", text)
 
 
 def _description(argument: str, schema: Any) -> str:
@@ -108,7 +110,7 @@ def _hint(schema: Any) -> Any:
     if isinstance(choices, list) and choices and all(type(value) in (str, int, bool, type(None)) for value in choices):
         return Literal[tuple(choices)]
     names = schema.get("type", ())
-    hints = tuple(_TYPES[name] for name in ([names] if isinstance(names, str) else names) if name in _TYPES)
-    if hints == (list,) and isinstance(schema.get("items"), Mapping):
-        return list[_hint(schema["items"])]
-    return Union[hints] if hints else Any  # noqa: UP007 (a union of a computed number of types)
+    hints = [_TYPES[name] for name in ([names] if isinstance(names, str) else names) if name in _TYPES]
+    if isinstance(schema.get("items"), Mapping):
+        hints = [list[_hint(schema["items"])] if hint is list else hint for hint in hints]
+    return Union[tuple(hints)] if hints else Any  # noqa: UP007 (a union of a computed number of types)

@@ -68,7 +68,9 @@ class AgentkitLoop(AgentLoopBase):
             **_plain(settings or {}),
         }
         self._sampling: dict[str, Any] = {}
+        self._session = ""
         self._answers: list[Any] = []
+        """Those of the session: an episode that is played again is a new one."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Play one episode.
@@ -85,10 +87,14 @@ class AgentkitLoop(AgentLoopBase):
             EnvError: the environment failed, and this trainer of verl cannot leave an episode out.
         """
         seed = (row.get("extra_info") or {}).get("seed")
-        if seed is None:
+        try:
+            valid = int(seed) == float(seed)
+        except (TypeError, ValueError, OverflowError):
+            valid = False
+        if not valid:
             raise ConfigError("a row of the dataset has no seed: add extra_info={'seed': …, 'index': …} to each row")
         several = "session_id" in row  # only the trainer V1 accepts any number of outputs for an episode
-        self._sampling, self._answers = sampling_params, []
+        self._sampling, self._session, self._answers = sampling_params, "", []
         token = _loop.set(self)
         try:
             episode = await self._rollouts().episode(int(seed))
@@ -158,6 +164,8 @@ async def _generate(
     if answer.stop_reason in ("abort", "aborted"):
         await asyncio.sleep(_PAUSE)
         return Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
+    if session != loop._session:
+        loop._session, loop._answers = session, []
     loop._answers.append(answer)
     return answer.token_ids, answer.log_probs
 

@@ -24,6 +24,8 @@ export function drawnPage(run, id, state) {
 
 // A page that was opened from a file may not fetch others, but it may load scripts.
 function fromCopy(question, asked) {
+  if (asked.run !== undefined && !Object.hasOwn(copy.folders, asked.run)) return Promise.reject(new Error("This copy does not contain the run."));
+  if (asked.id !== undefined && !/^\d+$/.test(asked.id)) return Promise.reject(new Error("There is no such episode."));
   const folder = asked.run === undefined ? "data" : copy.folders[asked.run];
   const name = `${folder}/${question}${asked.id === undefined ? "" : `-${asked.id}`}.js`;
   if (copy.answers[name] !== undefined) return Promise.resolve(copy.answers[name]);

@@ -64,6 +64,11 @@ export function line(text, longest = 200) {
   return h("bdi", null, safe(short.replace(/\s+/g, " ")));
 }
 
+/** A text of unknown origin as the value of an attribute. */
+export function plain(text) {
+  return safe(text).map((node) => node.textContent ?? node).join("");
+}
+
 export function count(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
 }

@@ -1,7 +1,7 @@
 // One episode: conversation, tokens, and its group.
 
 import { ask, drawnPage } from "./data.js";
-import { badge, block, count, duration, facts, h, line, number } from "./dom.js";
+import { badge, block, count, duration, facts, h, line, number, safe } from "./dom.js";
 import { lastList } from "./episodes.js";
 import { groupView } from "./group.js";
 import { change, go, link, route } from "./state.js";
@@ -21,19 +21,24 @@ export class Episode {
     const { params } = route();
     const [run, id] = [params.get("run"), params.get("id")];
     if (this.address === location.hash) return;
-    this.address = location.hash;
+    const address = this.address = location.hash;
+    const nothing = (error) => ({ advantages: null, policy_weight: null, note: error.message });
     try {
-      const [episode, advantages] = await Promise.all([this.load("episode", run, id), this.load("advantages", run, id)]);
-      if (this.address === location.hash) this.draw(run, episode, advantages);
+      const [episode, advantages] = await Promise.all([this.load("episode", run, id), this.load("advantages", run, id).catch(nothing)]);
+      if (address === location.hash) this.draw(run, episode, advantages);
     } catch (error) {
-      this.root.replaceChildren(h("p", { class: "empty wrong" }, error.message));
+      if (address !== location.hash) return;
+      this.address = null; // ask again at the next update
+      this.root.replaceChildren(h("p", { class: "empty wrong" }, safe(error.message)));
     }
   }
 
   async load(question, run, id) {
     const key = JSON.stringify([question, run, id]);
-    if (!this.known.has(key)) this.known.set(key, await ask(question, { run, id }));
-    return this.known.get(key);
+    if (this.known.has(key)) return this.known.get(key);
+    const answer = await ask(question, { run, id });
+    if (answer.advantages !== null) this.known.set(key, answer); // they are missing while the step is in progress
+    return answer;
   }
 
   draw(run, episode, advantages) {
@@ -81,7 +86,7 @@ export class Episode {
         episode.attempt ? ["Attempt", String(episode.attempt + 1)] : null,
         ["Tokens", `${count(episode.tokens)}, ${count(episode.action_tokens)} of answers`],
         ["Duration", duration(episode.duration_s)],
-        ...Object.entries(episode.metrics).map(([name, value]) => [name, number(value)]),
+        ...Object.entries(episode.metrics).map(([name, value]) => [line(name), number(value)]),
       ]),
       h("div", { class: "shares" }, share(episode.generate_s, "generation", "generation"), share(episode.env_s, "environment", "environment"), share(waiting, "waiting", "waiting")),
       h("div", { class: "legend" }, ["generation", "environment", "waiting"].map((kind, index) =>
@@ -107,7 +112,7 @@ export class Episode {
     this.body.querySelectorAll(".message.user").forEach((message, index) => message.prepend(drawn(index, `State before turn ${index + 1}`) || ""));
     const last = drawn(episode.turns.length, "Last state");
     if (last) this.body.append(h("article", { class: "turn" }, h("header", null, h("h2", null, "End")), h("div", { class: "message user" }, last)));
-    if (note) this.body.prepend(h("p", { class: "note" }, note));
+    if (note) this.body.prepend(h("p", { class: "note" }, safe(note)));
   }
 
   turnTo(part) {

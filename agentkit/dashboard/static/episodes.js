@@ -1,6 +1,6 @@
 // The list of a run's episodes, with filters. Only the rows in view are in the page.
 
-import { badge, choice, count, duration, field, h, line, number, percent } from "./dom.js";
+import { badge, choice, count, duration, field, h, line, number, percent, plain } from "./dom.js";
 import { change, go, link, route } from "./state.js";
 import { distinct, filtered, loadTable, sorted } from "./table.js";
 
@@ -110,7 +110,7 @@ export class Episodes {
     const value = (name) => this.columns[name][row];
     const cells = {
       ending: () => [badge(value("ending")), value("ending_reason") ? h("small", null, line(value("ending_reason"), 40)) : null],
-      outcome: () => [value("outcome"), value("reason") ? h("small", { title: value("reason").slice(0, 300) }, line(value("reason"), 60)) : null],
+      outcome: () => [value("outcome"), value("reason") ? h("small", { title: plain(value("reason").slice(0, 300)) }, line(value("reason"), 60)) : null],
       reward: () => h("span", { class: value("reward") > 0 ? "good" : value("reward") < 0 ? "bad" : null }, number(value("reward"))),
       success: () => (value("success") ? "✓" : "·"),
       duration_s: () => duration(value("duration_s")),

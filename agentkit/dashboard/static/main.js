@@ -77,6 +77,7 @@ async function update() {
       await current.show(runs);
     }
   } catch (error) {
+    lastAnswer = ""; // draw again when the server answers
     status.textContent = error instanceof TypeError ? "the server does not answer" : error.message;
     status.className = "status wrong";
   }

@@ -3,7 +3,7 @@
 import { COLOURS, Chart } from "./chart.js";
 import { band, joined, matching, smoothed } from "./curves.js";
 import { ask, isCopy } from "./data.js";
-import { ago, badge, choice, count, duration, field, h, line, number, percent, short } from "./dom.js";
+import { ago, badge, choice, count, duration, field, h, line, number, percent, plain, short } from "./dom.js";
 import { change, go, link, route } from "./state.js";
 
 const MAIN = ["eval/success", "rollout/success", "rollout/return_mean", "rollout/turns_mean", "policy/entropy", "policy/loss",
@@ -131,9 +131,9 @@ export class Overview {
     const mark = h("i", { class: "dot", style: { background: this.colour(run.name) } });
     return h("tr", { class: on ? "on" : null, "data-run": run.name },
       h("td", { class: "pick" }, h("label", null, box, mark)),
-      h("td", { class: "name", title: run.path }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
+      h("td", { class: "name", title: plain(run.path) }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
         h("small", null, line([run.env, run.algorithm].filter(Boolean).join(" · ")))),
-      h("td", { title: run.error || null }, badge(run.status), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
+      h("td", { title: run.error ? plain(run.error) : null }, badge(run.status), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
       h("td", null, run.steps ? h("div", { class: "progress", title: `step ${run.step} of ${run.steps}` },
         h("div", { style: { width: `${100 * share}%` } }), h("span", null, `${count(run.step)} / ${count(run.steps)}`)) : "–"),
       h("td", null, duration(run.left_s)),
@@ -326,7 +326,7 @@ export class Overview {
     const table = h("div", { class: "scroll free" }, h("table", { class: "grid settings" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Setting"), selected.map((run) =>
         h("th", { scope: "col" }, h("i", { class: "dot", style: { background: this.colour(run.name) } }), line(run.name))))),
-      h("tbody", null, shown.map((name) => h("tr", { class: differs(name) ? "differs" : null }, h("th", { scope: "row" }, name),
+      h("tbody", null, shown.map((name) => h("tr", { class: differs(name) ? "differs" : null }, h("th", { scope: "row" }, line(name)),
         all.map((settings) => h("td", null, line(text(settings[name])))))))));
     const rest = shown.length ? null : h("p", { class: "empty" }, onlyDifferent ? "All settings are equal." : "No setting matches.");
     if (!this.settingsTable) this.settingsTable = h("div", null);

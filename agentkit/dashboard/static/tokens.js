@@ -19,9 +19,9 @@ export class TokenView {
     this.detail = h("div", { class: "panel detail", role: "status" }, h("p", { class: "note" }, "Point at a token, or move with ← and →."));
     this.text = h("div", { class: "tokens" });
     this.text.addEventListener("mouseover", (event) => this.tell(event.target));
-        this.legend = h("div", { class: "legend" });
+    this.legend = h("div", { class: "legend" });
     this.colours = h("span", null);
-    this.note = h("p", { class: "note", role: "status" }, advantages.note);
+    this.note = h("p", { class: "note", role: "status" }, safe(advantages.note));
     this.button = isCopy ? null : h("button", { title: "Attention rhythm, and values of critics", onclick: () => { change({ read: 1 }); this.read(); } }, "Read with the newest checkpoint");
     const prompts = h("input", { type: "checkbox", checked: route().params.get("prompts") !== "hidden",
       onchange: () => { change({ prompts: prompts.checked ? "" : "hidden" }); this.draw(); } });

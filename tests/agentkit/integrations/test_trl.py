@@ -117,6 +117,7 @@ def test_schemas_survive_the_way_through_a_docstring() -> None:
         "ratio": {"type": "number", "description": "Args: none."},
         "force": {"type": "boolean", "description": "Whether."},
         "either": {"type": ["integer", "string"], "description": "Both."},
+        "names": {"type": ["array", "null"], "items": {"type": "string"}, "description": "One (choices: a, b)."},
     }
     parameters = {"type": "object", "properties": properties, "required": ["mode", "path"]}
     function = {"name": "edit", "description": "Edit a file.\n\n  Raises: no flag.", "parameters": parameters}
@@ -124,7 +125,11 @@ def test_schemas_survive_the_way_through_a_docstring() -> None:
     assert sorted(found["function"]["parameters"].pop("required")) == ["mode", "path"]
     assert found["function"].pop("description") == "Edit a file.\n\n  Raises : no flag."  # else a section would begin
     assert found["function"]["parameters"]["properties"]["ratio"].pop("description") == "Args : none."
+    assert found["function"]["parameters"]["properties"]["names"].pop("description") == "One (choices : a, b)."
+    found["function"]["parameters"]["properties"]["names"].pop("nullable", None)
     properties["ratio"].pop("description")
+    properties["names"] |= {"type": "array"}
+    properties["names"].pop("description")
     assert found["function"] == {"name": "edit", "parameters": {"type": "object", "properties": properties}}
 
 
@@ -147,8 +152,9 @@ def test_what_a_type_cannot_express_is_described() -> None:
     [
         ("reset", "x", "no tool of the name 'reset'"),
         ("_hidden", "x", "no tool of the name '_hidden'"),
-        ("go", "class", "'class', a name that Python does not allow"),
-        ("go", "a-b", "'a-b', a name that Python does not allow"),
+        ("go", "class", "'class', a name that Python or its docstrings do not allow"),
+        ("go", "Returns", "'Returns', a name that Python or its docstrings do not allow"),
+        ("go", "a-b", "'a-b', a name that Python or its docstrings do not allow"),
     ],
 )
 def test_names_that_python_or_trl_do_not_allow(name: str, argument: str, said: str) -> None:
@@ -217,6 +223,9 @@ def test_an_episode_ends_once(door: EnvironmentFactory) -> None:
     assert instance.get_reward() == 3.0
     instance.reset(seed=0)
     instance.step({"not": "text"})  # a model may write anything
+    assert instance.get_reward() == pytest.approx(0.5 - 0.1)
+    instance.reset(seed=0)
+    instance.step(move="open")
     assert instance.get_reward() == pytest.approx(0.5 - 0.1)
 
 

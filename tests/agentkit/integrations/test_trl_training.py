@@ -1,4 +1,4 @@
-"""TRL's own GRPOTrainer with EnvironmentFactory and RolloutFunc; `.ci/trl` runs it with a TRL of its own."""
+"""TRL's own GRPOTrainer with EnvironmentFactory and RolloutFunc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentkit.integrations.trl import EnvironmentFactory, RolloutFunc, episode_r
 from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.trainers.models.quickstart import build_quickstart, quickstart_model, quickstart_tokenizer
 
-pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VOIDED = {"none": (), "odd": (1, 3), "all": (0, 1, 2, 3)}
 PAID: list[str] = []
