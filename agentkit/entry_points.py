@@ -11,12 +11,15 @@ import difflib
 import importlib
 import importlib.machinery
 import importlib.metadata
+import inspect
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from agentkit.errors import ConfigError
 
 DISTRIBUTION = "agentkit-rl"
 
@@ -75,6 +78,17 @@ def load(target: str) -> Any:
     for part in attribute.split("."):
         found = getattr(found, part)
     return found
+
+
+def load_coroutine(target: str, setting: str) -> Any:
+    """Import the coroutine function that a setting names. Raises ``ConfigError``."""
+    try:
+        function = load(target)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{setting}={target} does not load: {type(error).__name__}: {error}") from error
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{setting}={target} is not a coroutine function: write `async def`")
+    return function
 
 
 def diagnose(value: str) -> str | None:

@@ -89,12 +89,9 @@ def _agent_problems(config: RunConfig) -> Iterator[str]:
         yield problem
     if config.agent.python is not None:
         try:
-            function = entry_points.load(config.agent.python)
-        except (Exception, SystemExit) as error:
-            yield f"agent.python={config.agent.python} does not load: {type(error).__name__}: {error}"
-        else:
-            if not inspect.iscoroutinefunction(function):
-                yield f"agent.python={config.agent.python} is not a coroutine function: write `async def`"
+            entry_points.load_coroutine(config.agent.python, "agent.python")
+        except ConfigError as error:
+            yield str(error)
     elif config.agent.command is not None and shutil.which(config.agent.command[0]) is None:
         yield f"agent.command: there is no program {config.agent.command[0]!r}; check its path"
 

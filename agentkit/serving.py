@@ -59,11 +59,14 @@ def serve(
         EngineError: the engine does not start.
     """
     require_serving()
+    from agentkit.trainers.endpoint.server import check_address
+
     path = Path(target)
     config = evaluation_config(target, None if (path / "config.yaml").is_file() else _ANY_ENV, overrides)
     if found := [*problems(config.model.path, "model.path", chat=True, chat_template=config.model.chat_template)]:
         raise ConfigError("\nerror: ".join(found))
     tokens = _tokens(token_file)
+    check_address(host, port, certificate, key)
     made = "" if tokens else secrets.token_urlsafe(32)
     name = name or (path.resolve().name if path.is_dir() else str(target))
 

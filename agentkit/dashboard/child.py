@@ -26,8 +26,15 @@ def run_page(directory: Path, tell: Callable[[str], object]) -> Iterator[None]:
     """Serve the page of a run while the block runs, and tell its address. The run does not depend on the page."""
     command = [sys.executable, "-m", __name__, str(directory.absolute())]
     # In a session of its own, it outlives the Ctrl-C that asks the run to end.
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as child:
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    with child:
         assert child.stdin
         assert child.stdout
         try:

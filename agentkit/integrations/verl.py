@@ -86,7 +86,7 @@ class AgentkitLoop(AgentLoopBase):
             ConfigError: the row has no seed, or the episode does not fit verl's lengths.
             EnvError: the environment failed, and this trainer of verl cannot leave an episode out.
         """
-        seed = (row.get("extra_info") or {}).get("seed")
+        seed: Any = (row.get("extra_info") or {}).get("seed")
         try:
             valid = int(seed) == float(seed)
         except (TypeError, ValueError, OverflowError):

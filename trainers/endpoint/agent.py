@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from agentkit import entry_points
 from agentkit.config import AgentConfig, ModelConfig
-from agentkit.errors import ConfigError, EngineError, EnvCrashed, EnvError, EnvTimeout
-from agentkit.sandboxes.tasks import finished
+from agentkit.errors import EngineError, EnvCrashed, EnvError, EnvTimeout
+from agentkit.sandboxes.tasks import bounded, finished, stopped
 from agentkit.tool_calls import Tool
 from agentkit.trainers.endpoint.dialogue import Dialogues
 from agentkit.trainers.endpoint.recorder import turns
@@ -38,6 +38,8 @@ MODEL = "policy"
 """The model's name in an agent's requests."""
 _LONGEST_ANSWER = 1 << 20
 """Bytes that are read of a command's output."""
+_LENGTH_CHECK_S = 0.5
+"""Seconds between two looks at the length of this output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +103,30 @@ class Task:
         async with self._one_at_a_time:
             return await self._step(actions)
 
+    async def finish(self, actions: tuple[str, ...]) -> None:
+        """Carry out what the agent returned, unless the episode is over; no action is an invalid answer.
+
+        Raises ``EnvError``.
+        """
+        async with self._one_at_a_time:
+            if self.failure is not None:
+                raise self.failure
+            if self.outcome is None and actions:
+                await self._step(actions)
+            elif self.outcome is None:
+                self.effects.append((len(self._session.recorder.exchanges), (), 0.0, False))
+
     async def _step(self, actions: tuple[str, ...]) -> Step:
         if self.outcome is not None or self.failure is not None or self._ended:
             raise RuntimeError("the episode is over: a step returned done=True, or the agent has ended")
-        begun = time.perf_counter()
+        begun, requests = time.perf_counter(), len(self._session.recorder.exchanges)
         try:
             result = await self._env.act(actions)
         except EnvError as error:
             self.failure = error
             raise
         self.env_s += time.perf_counter() - begun
-        self.effects.append((len(self._session.recorder.exchanges), actions, result.reward, result.valid))
+        self.effects.append((requests, actions, result.reward, result.valid))
         self.success = result.success
         self.metrics |= {f"{TASK}{name}": value for name, value in result.metrics.items()}
         if result.terminated:
@@ -180,7 +195,7 @@ class AgentPlayer:
             try:
                 problem = await self._act(task, session)
             except EnvError:
-                trajectory.turns, trajectory.rerendered = turns(session.recorder.exchanges)
+                _record_turns(trajectory, task, session, rules.format_penalty)
                 raise
             finally:
                 task.end()
@@ -197,13 +212,17 @@ class AgentPlayer:
         if self._server is None:
             self._server = ChatServer(self._service, port=0)
             await self._server.__aenter__()
-        with self._server.recording(session) as key:
-            try:
-                answer = await asyncio.wait_for(self._agent(task, Endpoint(self._server.url, key)), self._timeout)
-            except asyncio.TimeoutError:
-                problem = EnvTimeout(f"the agent took longer than agent.timeout={self._timeout:g} s")
-            except Exception as error:
-                problem = EnvCrashed(f"the agent raised {type(error).__name__}: {error}")
+        try:
+            with self._server.recording(session) as key:
+                try:
+                    acting = _outcome(self._agent, task, Endpoint(self._server.url, key))
+                    answer, problem = await bounded(acting, self._timeout)
+                except asyncio.TimeoutError:
+                    problem = EnvTimeout(f"the agent took longer than agent.timeout={self._timeout:g} s")
+                if session.answering and not session.recorder.exchanges:  # then this is the policy's failure
+                    await asyncio.wait(session.answering)
+        finally:
+            await stopped(session.answering)
         for failure in (session.failure, task.failure):
             if failure is not None:
                 raise failure
@@ -212,26 +231,37 @@ class AgentPlayer:
         if not session.recorder.exchanges:
             refused = f"; its request was refused: {session.refusals[-1]}" if session.refusals else ""
             raise problem or EnvCrashed(f"the agent ended without an answer of the policy{refused}")
-        if problem is None and isinstance(answer, str) and task.outcome is None:
-            actions = self._parser.parse(answer).actions
-            if actions:
-                await task.step(*actions)
-            else:
-                task.effects.append((len(session.recorder.exchanges), (), 0.0, False))
+        if problem is None and isinstance(answer, str):
+            await task.finish(self._parser.parse(answer).actions)
         return problem
 
 
-def _record(
-    trajectory: Trajectory, task: Task, session: Session, problem: EnvError | None, format_penalty: float
-) -> None:
+async def _outcome(agent: Agent, task: Task, endpoint: Endpoint) -> tuple[object, EnvError | None]:
+    """Return what an agent returned, or its failure. A caller that cancels this discards the result."""
+    try:
+        return await agent(task, endpoint), None
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return None, EnvCrashed(f"the agent raised {type(error).__name__}: {error}")
+
+
+def _record_turns(trajectory: Trajectory, task: Task, session: Session, format_penalty: float) -> None:
     """Record the turns of an episode; the reward of a step belongs to the last request before it."""
     trajectory.turns, trajectory.rerendered = turns(session.recorder.exchanges)
+    if not trajectory.turns:
+        return
     for requests, actions, reward, valid in task.effects:
         turn: Turn = trajectory.turns[max(requests - 1, 0)]
         turn.actions += actions
         turn.reward += reward if valid else reward + format_penalty
         turn.valid = turn.valid and valid
     trajectory.turns[0].env_s = task.env_s
+
+
+def _record(
+    trajectory: Trajectory, task: Task, session: Session, problem: EnvError | None, format_penalty: float
+) -> None:
+    """Record an episode that the policy has answered."""
+    _record_turns(trajectory, task, session, format_penalty)
     trajectory.metrics |= task.metrics
     trajectory.success = task.success
     outcome, trajectory.reason = task.outcome or ("truncated", "agent")
@@ -252,46 +282,38 @@ def load_agent(config: AgentConfig) -> Agent:
     if config.command is not None:
         return _command(config.command)
     assert config.python is not None
-    try:
-        function = entry_points.load(config.python)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"agent.python={config.python} does not load: {type(error).__name__}: {error}") from error
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"agent.python={config.python} is not a coroutine function: write `async def`")
-    return function
+    return entry_points.load_coroutine(config.python, "agent.python")
 
 
 def _command(command: tuple[str, ...]) -> Agent:
     async def run(task: Task, endpoint: Endpoint) -> str:
         """Run the command; its standard output is the answer. Raises ``RuntimeError`` if it fails."""
         variables = {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key, "OPENAI_MODEL": endpoint.model}
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
+        direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]
+        variables["NO_PROXY"] = variables["no_proxy"] = ",".join(filter(None, direct))
         given = {"text": task.text, "instructions": task.instructions, "tools": list(task.tools)}
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            with contextlib.suppress(ConnectionError):  # the command does not read its input
-                process.stdin.write(json.dumps(given).encode())
-                await process.stdin.drain()
-            process.stdin.close()
-            answer = b""
-            while len(answer) <= _LONGEST_ANSWER and (part := await process.stdout.read(1 << 16)):
-                answer += part
-            if len(answer) > _LONGEST_ANSWER:
-                raise RuntimeError(f"the command wrote more than {_LONGEST_ANSWER} bytes")
-            status = await process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing is left of it
-                os.killpg(process.pid, signal.SIGKILL)
-            await finished(process.wait())
-        if status != 0:
-            raise RuntimeError(f"the command ended with status {status}")
+        # Not pipes, which processes that leave the group would keep open.
+        with tempfile.TemporaryFile() as shown, tempfile.TemporaryFile() as said:
+            shown.write(json.dumps(given).encode())
+            shown.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=shown, stdout=said, env={**os.environ, **variables}, start_new_session=True
+            )
+            ending = asyncio.ensure_future(process.wait())
+            try:
+                while not (await asyncio.wait({ending}, timeout=_LENGTH_CHECK_S))[0]:
+                    if os.fstat(said.fileno()).st_size > _LONGEST_ANSWER:
+                        break
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+                    os.killpg(process.pid, signal.SIGKILL)
+                await finished(ending)
+            said.seek(0)
+            answer = said.read(_LONGEST_ANSWER + 1)
+        if len(answer) > _LONGEST_ANSWER:
+            raise RuntimeError(f"the command wrote more than {_LONGEST_ANSWER} bytes")
+        if ending.result() != 0:
+            raise RuntimeError(f"the command ended with status {ending.result()}")
         return answer.decode("utf-8", "replace")
 
     return run

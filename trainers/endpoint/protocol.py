@@ -7,7 +7,6 @@ but labels of a request (``user``, ``metadata``, …) and the names of authors.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -165,7 +164,7 @@ def _number(given: Mapping[str, Any], param: str, least: float, most: float) -> 
     value = given.get(param)
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise _invalid(param, f"{param} must be a number")
     if not least <= value <= most or (param == "top_p" and value == 0):
         above = "above" if param == "top_p" else "at least"
@@ -219,9 +218,11 @@ def _tools(value: Any) -> tuple[Tool, ...]:
         }
         tools.append({**tool, "function": {**known, "parameters": parameters}})
     try:
-        return check_tools(tools)
+        checked = check_tools(tools)
     except ValueError as error:
         raise _invalid("tools", str(error)) from None
+    _text(json.dumps(checked, ensure_ascii=False), "tools")
+    return checked
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

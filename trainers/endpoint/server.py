@@ -1,7 +1,8 @@
 """An OpenAI-compatible server in front of an engine: ``/v1/models`` and ``/v1/chat/completions``.
 
 Invariant: a client needs a token, or the key of a recorded session; web pages are never clients, and other machines
-reach the server only over TLS. A request whose client has gone is cancelled, and is not recorded.
+reach the server only over TLS. A request whose client has gone is cancelled, and is not
+recorded, unless it is the first of a recorded session.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -21,8 +22,8 @@ from urllib.parse import unquote
 from agentkit.errors import ConfigError
 from agentkit.http_server import HttpServer, Message, Receive, Send
 from agentkit.sandboxes.server.auth import is_loopback
-from agentkit.sandboxes.tasks import stopped
-from agentkit.trainers.endpoint.protocol import ApiError, chunks, read_request, response
+from agentkit.sandboxes.tasks import retrieve, stopped, tracked
+from agentkit.trainers.endpoint.protocol import ApiError, Reply, chunks, read_request, response
 from agentkit.trainers.endpoint.service import ChatService, Session, Work
 
 _log = logging.getLogger(__name__)
@@ -62,10 +63,7 @@ class ChatServer:
         certificate: str | Path | None = None,
         key: str | Path | None = None,
     ) -> None:
-        if not is_loopback(host) and (certificate is None or key is None):
-            raise ConfigError(
-                f"{host} can be reached from other machines: give a TLS certificate and its key, or listen on 127.0.0.1"
-            )
+        check_exposure(host, certificate, key)
         self._service, self._tokens = service, [token.encode() for token in tokens]
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,13 +85,15 @@ class ChatServer:
 
     @contextlib.contextmanager
     def recording(self, session: Session) -> Iterator[str]:
-        """Accept requests of a session while the context lasts; the value is its key."""
+        """Accept requests of a session while the context lasts; the value is its key. Answers end with it."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         try:
             yield key
         finally:
             del self._sessions[key]
+            for answer in session.answering:
+                answer.cancel()
 
     async def _handle(self, scope: Message, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -153,12 +153,31 @@ class ChatServer:
         if request.stream:
             await _send_stream(send, self._events(work, receive))
             return
-        reply = await _unless_gone(self._service.answer(work), receive)
+        reply = await self._answer(work, receive)
         await _send_json(send, 200, response(reply))
+
+    async def _answer(self, work: Work, receive: Receive) -> Reply:
+        """Return the answer; cancel it if the client goes before, unless it is the first of a recorded session.
+
+        Otherwise a policy could void its episode with an answer that is too long for the agent.
+        """
+        if work.session is None:
+            return await _unless_gone(self._service.answer(work), receive)
+        answering = tracked(self._service.answer(work), work.session.answering)
+        answering.add_done_callback(retrieve)
+        try:
+            return await _unless_gone(asyncio.shield(answering), receive)
+        except asyncio.CancelledError:
+            if answering.cancelled():
+                raise ApiError(400, "the session has ended") from None
+            raise
+        finally:
+            if work.session.recorder.exchanges:
+                answering.cancel()
 
     async def _events(self, work: Work, receive: Receive) -> AsyncIterator[str]:
         """Yield the lines of a streamed answer: comments while the engine computes, then its parts."""
-        answering = asyncio.ensure_future(_unless_gone(self._service.answer(work), receive))
+        answering = asyncio.ensure_future(self._answer(work, receive))
         try:
             while not (await asyncio.wait({answering}, timeout=_HEARTBEAT_SECONDS))[0]:
                 yield ": the model computes\n\n"
@@ -168,13 +187,39 @@ class ChatServer:
             yield f"data: {json.dumps(error.body)}\n\n"
         except ConnectionError:
             return
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            yield f"data: {json.dumps(ApiError(503, 'the server ends').body)}\n\n"
+        except Exception:
+            _log.exception("a streamed answer failed")
+            yield f"data: {json.dumps(ApiError(500, 'the server failed; see its log').body)}\n\n"
         finally:
             answering.cancel()
             await asyncio.wait({answering})
         yield "data: [DONE]\n\n"
 
 
-async def _unless_gone(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
+def check_exposure(host: str, certificate: str | Path | None, key: str | Path | None) -> None:
+    """Raise ``ConfigError`` if other machines could reach ``host`` without TLS, or one of both files is missing."""
+    if (certificate is None) != (key is None):
+        raise ConfigError("a TLS certificate and its key belong together: give both")
+    if not is_loopback(host) and certificate is None:
+        raise ConfigError(
+            f"{host} can be reached from other machines: give a TLS certificate and its key, or listen on 127.0.0.1"
+        )
+
+
+def check_address(host: str, port: int, certificate: str | Path | None, key: str | Path | None) -> None:
+    """Raise what ``ChatServer`` would raise, before an engine is started for it."""
+    check_exposure(host, certificate, key)
+
+    async def nothing(scope: Message, receive: Receive, send: Send) -> None: ...
+
+    HttpServer(nothing, host, port, certificate=certificate, key=key).close()
+
+
+async def _unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
     """Return the result of ``work``; cancel it and raise ``ConnectionError`` if the client goes before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:

@@ -6,6 +6,7 @@ and sampled, and a request that cannot be trained on is refused with the reason.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 import zlib
@@ -40,6 +41,8 @@ class Session:
     requests: int = 0
     refusals: list[str] = field(default_factory=list)
     """Why requests were refused."""
+    answering: set[asyncio.Task[Reply]] = field(default_factory=set)
+    """Answers that are being generated."""
     failure: EngineError | None = None
     """The error of the engine, if it failed."""
 
@@ -182,7 +185,7 @@ def check_trainable(request: ChatRequest, temperature: float) -> None:
     problems = {
         "temperature": (
             request.temperature not in (None, temperature),
-            f"the answers are trained on at temperature {temperature:g} (rollout.temperature)",
+            f"the run samples at temperature {temperature:g} (rollout.temperature, or evaluation.temperature)",
         ),
         "top_p": (
             request.top_p not in (None, 1.0),

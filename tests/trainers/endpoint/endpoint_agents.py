@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import time
 from typing import Any
 
 import openai
@@ -86,6 +89,53 @@ async def stubborn(task: Task, endpoint: Endpoint) -> str:
         await task.step("Go")
     except EnvError:
         return answer.content
+    return answer.content
+
+
+async def exiting(task: Task, endpoint: Endpoint) -> str:
+    await ask(endpoint, opening(task))
+    sys.exit(2)
+
+
+async def cancelled(task: Task, endpoint: Endpoint) -> str:
+    """Wait for work that was cancelled."""
+    await ask(endpoint, opening(task))
+    work = asyncio.ensure_future(asyncio.sleep(9))
+    work.cancel()
+    await work
+    return ""
+
+
+async def hasty(task: Task, endpoint: Endpoint) -> str:
+    """Have a shorter timeout than the run."""
+    await ask(endpoint, opening(task))
+    await asyncio.wait_for(asyncio.sleep(9), 0.01)
+    return ""
+
+
+async def deaf(task: Task, endpoint: Endpoint) -> str:
+    """Ignore cancellation for some seconds."""
+    await ask(endpoint, opening(task))
+    end = time.monotonic() + 8
+    while time.monotonic() < end:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+    return ""
+
+
+async def impatient(task: Task, endpoint: Endpoint) -> str:
+    """Do not wait for the answer."""
+    async with client(endpoint).with_options(timeout=0.2, max_retries=0) as asking:
+        await asking.chat.completions.create(model=endpoint.model, messages=opening(task))
+    return ""
+
+
+async def leaving(task: Task, endpoint: Endpoint) -> str:
+    """Return while a step and a request are under way."""
+    answer = await ask(endpoint, opening(task))
+    LEFT.append(asyncio.ensure_future(task.step("Go")))
+    LEFT.append(asyncio.ensure_future(ask(endpoint, [{"role": "user", "content": "left behind"}])))
+    await asyncio.sleep(0)
     return answer.content
 
 

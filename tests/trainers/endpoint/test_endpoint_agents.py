@@ -127,7 +127,17 @@ async def test_an_agent_that_fails_without_the_policy_ends_the_run(agent: Any, r
     harness.check_book()
 
 
-@pytest.mark.parametrize(("agent", "reason"), [("breaking", "IndexError"), ("slow", "longer than agent.timeout=5 s")])
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("breaking", "IndexError"),
+        ("slow", "longer than agent.timeout=5 s"),
+        ("exiting", "SystemExit"),
+        ("cancelled", "CancelledError"),
+        ("hasty", "TimeoutError"),
+        ("deaf", "longer than agent.timeout=5 s"),
+    ],
+)
 async def test_a_failure_after_an_answer_is_the_policys(agent: str, reason: str) -> None:
     harness = Harness(configured({"python": f"endpoint_agents:{agent}", "timeout": 5.0}, {"length": 3}))
     ((group, *_),) = await harness.run(1)
@@ -136,6 +146,33 @@ async def test_a_failure_after_an_answer_is_the_policys(agent: str, reason: str)
         assert reason in member.reason
         assert member.reward == 0
     assert harness.endings == {("trained", ""): 4}
+
+
+async def test_a_first_answer_that_is_too_long_for_the_agent_is_the_policys() -> None:
+    harness = Harness(configured("impatient"), latency=1.0)
+    ((group, *_),) = await harness.run(1)
+    check_records(harness, group.members)
+    assert all("APITimeoutError" in member.reason for member in group.members)
+    assert harness.endings == {("trained", ""): 4}
+
+
+async def test_work_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
+    endpoint_agents.LEFT.clear()
+    harness = Harness(configured("leaving"), latency=lambda seed: 0.1)
+    ((group, *_),) = await harness.run(1)
+    await asyncio.wait(endpoint_agents.LEFT)
+    check_records(harness, group.members)
+    assert all(len(member.turns) == 1 for member in group.members)
+    assert all(len(results) == 1 for results in harness.engine.results.values())
+    assert harness.endings[("trained", "")] == 4
+
+
+@pytest.mark.parametrize("script", ["setsid sleep 30 &", "sleep 30 &"])
+async def test_processes_that_a_command_leaves_behind_do_not_delay_its_answer(script: str) -> None:
+    command = ("sh", "-c", f'{script} exec "$0" -c "$1"', sys.executable, PROGRAM)
+    harness = Harness(configured({"command": command, "timeout": 20.0}, {"length": 1}))
+    ((group, *_),) = await harness.run(1)
+    assert all(member.turns[0].actions == ("Go",) for member in group.members)
 
 
 async def test_an_agent_steps_only_in_its_own_episode() -> None:

@@ -54,6 +54,14 @@ async def serving(engine: TokenGenerator, **options: Any) -> AsyncIterator[ChatS
         yield server
 
 
+async def until_asked(engine: ScriptedEngine) -> None:
+    for _ in range(1000):
+        if engine.running:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("no request has reached the engine")
+
+
 def connected(server: ChatServer, key: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0)
 
@@ -169,20 +177,50 @@ async def test_bodies_that_cannot_be_read(body: bytes, status: int, monkeypatch:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_frees_the_engine_and_is_not_recorded(stream: bool) -> None:
-    engine, recorded = ScriptedEngine(renderer(), "x", latency=30.0), session()
+@pytest.mark.parametrize("answered", [None, 0, 1])
+async def test_a_client_that_goes_frees_the_engine(stream: bool, answered: int | None) -> None:
+    """Only the first answer of a recorded session is completed: an agent that left it ends an episode of the policy."""
+    latencies = iter([0.0] * (answered or 0) + [2.0 if answered == 0 else 30.0])
+    engine, recorded = ScriptedEngine(renderer(), "x", latency=lambda seed: next(latencies)), session()
     async with serving(engine) as server, httpx.AsyncClient() as client:
         with server.recording(recorded) as key:
+            key = TOKEN if answered is None else key
             body = {"model": "tiny", "messages": HELLO, "stream": stream}
-            headers = {"authorization": f"Bearer {key}"}
+            request = {"json": body, "headers": {"authorization": f"Bearer {key}"}}
+            for _ in range(answered or 0):
+                await client.post(f"{server.url}/chat/completions", **request, timeout=30)
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(f"{server.url}/chat/completions", json=body, headers=headers, timeout=0.5)
+                await client.post(f"{server.url}/chat/completions", **request, timeout=0.5)
             for _ in range(500):
                 await asyncio.sleep(0.01)
                 if not engine.running:
                     break
+    assert engine.cancelled == (answered != 0)
+    assert len(recorded.recorder.exchanges) == (answered is not None)
+
+
+async def test_the_answers_of_a_session_end_with_it() -> None:
+    engine, recorded = ScriptedEngine(renderer(), "x", latency=30.0), session()
+    async with serving(engine) as server:
+        with server.recording(recorded) as key:
+            asking = asyncio.ensure_future(connected(server, key).chat.completions.create(model="tiny", messages=HELLO))
+            await until_asked(engine)
+        with pytest.raises(openai.BadRequestError, match="the session has ended"):
+            await asking
     assert engine.cancelled == 1
-    assert not recorded.recorder.exchanges
+
+
+async def test_a_stream_says_that_the_server_ends() -> None:
+    engine = ScriptedEngine(renderer(), "x", latency=30.0)
+    async with httpx.AsyncClient() as client:
+        async with serving(engine) as server:
+            body = {"model": "tiny", "messages": HELLO, "stream": True}
+            headers = {"authorization": f"Bearer {TOKEN}"}
+            asking = asyncio.ensure_future(
+                client.post(f"{server.url}/chat/completions", json=body, headers=headers, timeout=30)
+            )
+            await until_asked(engine)
+        assert "the server ends" in (await asking).text
 
 
 async def test_a_failing_engine_is_reported() -> None:
@@ -249,7 +287,7 @@ async def test_what_cannot_be_trained_on_is_refused_with_the_reason() -> None:
                     assert (refused.value.param, refused.value.code) == (param, "not_trainable")
                 await client.chat.completions.create(model="tiny", messages=HELLO, temperature=0.7, top_p=1)
     assert len(recorded.refusals) == 3
-    assert "trained on at temperature 0.7" in recorded.refusals[0]
+    assert "the run samples at temperature 0.7" in recorded.refusals[0]
     assert len(recorded.recorder.exchanges) == 1
 
 
