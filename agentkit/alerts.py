@@ -98,7 +98,8 @@ class Watch:
     """Finds out when alerts begin and end.
 
     Args:
-        rows: steps that a resumed run has done, in order; the last ``WINDOW`` are enough.
+        rows: steps that a resumed run has done, in order; the last ``2 * WINDOW`` are enough. The durations of phases
+            are not compared with theirs: a resumed run starts its engines again, maybe on another machine.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -108,6 +109,8 @@ class Watch:
         """Steps since each current alert was last found."""
         for row in rows:
             self.update(row)
+        for index, row in enumerate(self._rows):
+            self._rows[index] = {name: value for name, value in row.items() if not name.startswith("time/")}
 
     def update(self, row: Row) -> tuple[list[Alert], list[Alert]]:
         """Add the next training step; return the alerts that begin with it, and those that end, as they began."""

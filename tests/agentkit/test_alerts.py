@@ -222,6 +222,14 @@ def test_a_resumed_run_continues_its_alerts(after: int) -> None:
     assert [resumed.update(row) for row in rows[after:]] == [whole.update(row) for row in rows[after:]]
 
 
+def test_a_resumed_run_compares_its_phases_with_each_other() -> None:
+    watch, rng = Watch(steps(20)), random.Random(0)
+    assert watch.update(healthy(21, rng, **{"time/train": 1000.0})) == ([], []), "its engine has just started"
+    for step in range(22, 21 + EARLIER_STEPS):
+        watch.update(healthy(step, rng))
+    assert names(watch.update(healthy(30, rng, **{"time/train": 1000.0}))[0]) == [("slow_phase", "time/train")]
+
+
 def _event(kind: str, step: int, **more: Any) -> dict[str, Any]:
     return {"event": kind, "time": 1e9 + step, "name": "aborts", "subject": "answers", "step": step, **more}
 
