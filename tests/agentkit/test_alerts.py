@@ -25,7 +25,7 @@ from agentkit.errors import LOSS_REASONS
 HOSTS = ("one:8765", "two:8765", "three:8765")
 
 
-def healthy(step: int, rng: random.Random, **changes: float | None) -> dict[str, Any]:
+def healthy(step: int, rng: random.Random, /, **changes: float | None) -> dict[str, Any]:
     """Return the metrics of a step of a run that learns, with some noise, and ``changes``."""
     wait, train, publish = (rng.uniform(0.7, 1.5) * seconds for seconds in (20.0, 40.0, 1.0))
     row: dict[str, Any] = {
@@ -55,7 +55,7 @@ def healthy(step: int, rng: random.Random, **changes: float | None) -> dict[str,
     return row | changes
 
 
-def steps(count: int, seed: int = 0, **changes: float | None) -> list[dict[str, Any]]:
+def steps(count: int, seed: int = 0, /, **changes: float | None) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     return [healthy(step, rng, **changes) for step in range(1, count + 1)]
 

@@ -173,7 +173,7 @@ def delayed(url: str, seconds: float) -> Iterator[str]:
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = url.removeprefix("http://").split(":")
-        to_server, from_server = reversed(await asyncio.open_connection(host, int(port)))
+        from_server, to_server = await asyncio.open_connection(host, int(port))
         await asyncio.gather(pass_on(reader, to_server, 0.0), pass_on(from_server, writer, seconds))
 
     async def serve() -> None:
