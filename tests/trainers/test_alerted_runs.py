@@ -51,7 +51,9 @@ class Viewer:
 
 
 def small(directory: Path, **changes: Any) -> RunConfig:
-    sections = {key: {**SMALL.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    sections = {
+        key: {**SMALL.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()
+    }
     return RunConfig.model_validate({**SMALL, **sections, "dir": directory})
 
 
@@ -189,14 +191,12 @@ async def test_an_engine_that_is_slower_than_its_peer_is_found(tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_healthy_run_has_no_alert(tmp_path: Path) -> None:
-    imitation = {"episodes": 256, "batch_episodes": 16, "lr": 3e-3, "schedule": "linear"}
-    env = {"kwargs": {"size": 4}, "max_turns": 8}
+    imitation = {"episodes": 768, "batch_episodes": 16, "lr": 4e-3, "schedule": "linear"}
+    env = {"kwargs": {"size": 2, "is_slippery": True}, "max_turns": 4}  # with luck, each policy succeeds sometimes
     rollout = {"groups": 8, "max_tokens": 8, "async_ratio": 1.0}
-    config = small(
-        tmp_path / "run", steps=12, imitation=imitation, env=env, rollout=rollout, engine={"max_context": 512}
-    )
+    config = small(tmp_path / "run", steps=8, imitation=imitation, env=env, rollout=rollout, learner={"lr": 1e-4})
     events, messages = await play(config)
     assert events == []
     assert not any("alert" in text for text in messages)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("time/step" in row for row in rows) == 12
+    assert sum("time/step" in row for row in rows) == config.steps > SHARE_STEPS
