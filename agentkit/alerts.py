@@ -98,19 +98,21 @@ class Watch:
     """Finds out when alerts begin and end.
 
     Args:
-        rows: steps that a resumed run has done, in order; the last ``2 * WINDOW`` are enough. The durations of phases
-            are not compared with theirs: a resumed run starts its engines again, maybe on another machine.
+        rows: steps that a resumed run has done, in order; the last ``WINDOW`` are enough. The durations of phases are
+            not compared with theirs: a resumed run starts its engines again, maybe on another machine.
+        events: all events of the run so far; the alerts in them that have not ended last.
     """
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows: deque[Row] = deque(maxlen=WINDOW)
+    def __init__(self, rows: Iterable[Row] = (), events: Iterable[Mapping[str, Any]] = ()) -> None:
+        untimed = ({name: value for name, value in row.items() if not name.startswith("time/")} for row in rows)
+        self._rows: deque[Row] = deque(untimed, maxlen=WINDOW)
         self._current: dict[tuple[str, str], Alert] = {}
-        self._seen: dict[tuple[str, str], int] = {}
+        for one in recorded_alerts(events):
+            if one["ended"] is None:
+                alert = Alert(**{name: one[name] for name in Alert.__dataclass_fields__})
+                self._current[alert.name, alert.subject] = alert
+        self._seen = dict.fromkeys(self._current, 0)
         """Steps since each current alert was last found."""
-        for row in rows:
-            self.update(row)
-        for index, row in enumerate(self._rows):
-            self._rows[index] = {name: value for name, value in row.items() if not name.startswith("time/")}
 
     def update(self, row: Row) -> tuple[list[Alert], list[Alert]]:
         """Add the next training step; return the alerts that begin with it, and those that end, as they began."""

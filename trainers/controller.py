@@ -436,7 +436,7 @@ class _Run:
         self.demonstrated_success = found.state["demonstrated_success"]
         self.recorder.rollback(found.step)
         rows = [row for row in read_jsonl(self.directory.metrics_file) if "time/step" in row]
-        self._watch = alerts.Watch(rows[-2 * alerts.WINDOW :])
+        self._watch = alerts.Watch(rows, read_jsonl(self.directory.events_file))
         await self.roles.publish(found.step)
         self.snapshot = found.rollout_state()
         self.loop.restore(self.snapshot)
