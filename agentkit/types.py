@@ -88,6 +88,8 @@ class Trajectory:
     attempt: int = 0
     """Number of earlier attempts of this member whose environment failed."""
     duration_s: float = 0.0
+    ended_at: float = 0.0
+    """When the episode ended, in seconds since the epoch; 0 in records of older versions."""
     system: str = ""
     """System message, at the start of the first turn's ``prompt_ids``; empty in records of older versions."""
     rerendered: bool = False

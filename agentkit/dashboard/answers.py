@@ -14,6 +14,7 @@ from typing import Any
 from agentkit.dashboard import queries
 from agentkit.dashboard.credit import token_advantages
 from agentkit.dashboard.drawings import draw_episode, drawing_of
+from agentkit.dashboard.pipeline import pipeline
 from agentkit.errors import AgentkitError, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
@@ -40,6 +41,7 @@ class Answers:
             "runs": self._runs,
             "settings": lambda asked: queries.to_json(queries.read_settings(self._run(asked))),
             "metrics": lambda asked: queries.to_json(queries.metrics(self._run(asked))),
+            "pipeline": lambda asked: queries.to_json(pipeline(self._run(asked))),
             "episodes": self._episodes,
             "episode": self._episode,
             "readings": self._readings,
@@ -51,8 +53,8 @@ class Answers:
         """Return an answer as JSON.
 
         Args:
-            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages``, ``drawings``
-                or ``readings``.
+            question: ``runs``, ``settings``, ``metrics``, ``pipeline``, ``episodes``, ``episode``, ``advantages``,
+                ``drawings`` or ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 

@@ -32,11 +32,13 @@ _LONGEST_REASON = 300
 _TABLE = (
     "id", "step", "ending", "ending_reason", "group_id", "member", "attempt", "env_id", "seed", "version_started",
     "outcome", "reason", "success", "reward", "turns", "tokens", "action_tokens", "duration_s", "generate_s", "env_s",
+    "ended_at",
 )  # fmt: skip
 """Columns of the table of episodes, with the names of ``agentkit.records``."""
 _EXPRESSIONS = {
     "reason": f"substr(reason, 1, {_LONGEST_REASON})",
     **{name: f"round({name}, 4)" for name in ("reward", "duration_s", "generate_s", "env_s")},
+    "ended_at": "round(ended_at, 3)",
 }
 
 
@@ -123,7 +125,7 @@ def summary(path: Path) -> dict[str, Any]:
         version did not record it), and some settings.
     """
     run, settings = RunDirectory.open(path), read_settings(path)
-    events, lines = _records(run.events_file), _records(run.metrics_file)
+    events, lines = read_lines(run.events_file), read_lines(run.metrics_file)
     trained = [line for line in lines if "eval/success" not in line]
     status, error = status_of(events, bool(lines), run.in_use())
     evaluated, totals = evaluations(path), _totals(path)
@@ -237,7 +239,8 @@ def _select(path: Path, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return db.execute(query, values).fetchall()
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of metrics or events. Raises ``RunDirectoryError`` if it cannot be read."""
     try:
         return list(read_jsonl(file))
     except (OSError, ValueError) as error:
@@ -252,7 +255,7 @@ def metrics(path: Path) -> dict[str, Any]:
         None at steps that lack it; ``evaluations`` (see ``evaluations``).
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for line in _records(RunDirectory.open(path).metrics_file):
+    for line in read_lines(RunDirectory.open(path).metrics_file):
         by_step.setdefault(line["step"], {}).update(line)
     ordered = [by_step[step] for step in sorted(by_step)]
     names = sorted({name for line in ordered for name in line} - {"step", "time"})

@@ -201,7 +201,7 @@ class AgentPlayer:
                 task.end()
             _record(trajectory, task, session, problem, rules.format_penalty)
         finally:
-            trajectory.duration_s = time.perf_counter() - begun
+            trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
             with contextlib.suppress(EngineError):
                 await self._engine.abort(session.name)
 

@@ -134,11 +134,12 @@ class RolloutLoop:
         return f"{finished} finished, {len(self._player.alive)} being played"
 
     def metrics(self) -> dict[str, float]:
-        """Return counts and means since the last call."""
+        """Return counts and means since the last call, and the numbers of groups in the gate now."""
         before, self._recoveries = self._recoveries, self._pool.recoveries.total
         recoveries = float(self._recoveries - before)
         recovered = {"rollout/env_replays": recoveries} if self._pool.source.recovery == "replay" else {}
-        return {**self._counters.snapshot(), **recovered, **self._sandboxes.metrics()}
+        gate = {"gate/running": float(len(self.gate.running)), "gate/ready": float(len(self.gate.ready))}
+        return {**self._counters.snapshot(), **gate, **recovered, **self._sandboxes.metrics()}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint between ``publish`` and ``next_batch``: JSON-able except for ``groups``.
