@@ -10,6 +10,7 @@ where ending = 'trained' group by step"``.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,7 @@ create table if not exists episodes (
     generate_s real,
     env_s real,
     ended_at real,
+    sandboxes text,
     recorded_at real not null,
     trajectory blob not null
 );
@@ -55,7 +57,7 @@ _COLUMNS = (
     "id, step, ending, ending_reason, group_id, member, attempt, env_id, seed, version_started, outcome, reason, "
     "success, reward, turns, tokens, duration_s"
 )
-_ADDED = {"action_tokens": "integer", "generate_s": "real", "env_s": "real", "ended_at": "real"}
+_ADDED = {"action_tokens": "integer", "generate_s": "real", "env_s": "real", "ended_at": "real", "sandboxes": "text"}
 """Columns that files of older versions lack, and their types."""
 _BUSY_TIMEOUT_S = 30.0
 
@@ -161,8 +163,8 @@ def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -
         connection.executemany(
             "insert into episodes (step, ending, ending_reason, group_id, member, attempt, env_id, seed, "
             "version_started, outcome, reason, success, reward, turns, tokens, duration_s, action_tokens, generate_s, "
-            "env_s, ended_at, recorded_at, trajectory) "
-            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "env_s, ended_at, sandboxes, recorded_at, trajectory) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (_values(episode) for episode in episodes),
         )
     except BaseException:
@@ -194,6 +196,7 @@ def _values(episode: PendingEpisode) -> tuple:
         sum(turn.generate_s for turn in trajectory.turns),
         sum(turn.env_s for turn in trajectory.turns),
         trajectory.ended_at or None,
+        json.dumps(trajectory.sandboxes) if trajectory.sandboxes else None,
         time.time(),
         encode_trajectory(trajectory),
     )

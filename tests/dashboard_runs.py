@@ -193,3 +193,62 @@ def _write(file: Path, lines: Sequence[dict[str, object]] | Sequence[dict[str, f
     for line in lines:
         writer.write(line)
     writer.close()
+
+
+def make_sandbox_run(path: Path, *, text: str = "no route to host") -> RunDirectory:
+    """Write a run of two steps whose environments were in sandboxes of two hosts, some of which failed.
+
+    Episodes 1 and 2 were in sandbox ``ak-1`` of host ``one``; the second one continued in ``ak-4`` of host ``two``.
+    ``text`` is the reason for which host ``two`` went down.
+
+    Returns:
+        The directory, which is still locked; ``release`` it.
+    """
+    directory = RunDirectory.create(parse_config("env: {id: FrozenLake-v1}", [f"dir={path}", "steps=2"]))
+    first = {"busy": 4.0, "created": 6.0, "removed": 1.0, "removed/oom": 1.0, "recoveries": 4.0, "lost_s": 2.5}
+    first |= {"recoveries/oom": 4.0, "recovered_by/standby": 3.0, "recovered_by/new": 1.0, "recovery_s_max": 1.25}
+    second = {"busy": 2.0, "idle": 1.0, "created": 1.0, "create_failures": 1.0, "removed": 1.0, "recoveries": 1.0}
+    second |= {"removed/canary_failed": 1.0, "recovered_by/spare": 1.0, "spares": 1.0, "standbys": 2.0, "hedges": 5.0}
+    second |= {"hedges_won": 2.0, "host/one/sandboxes": 3.0, "host/one/cpu": 0.5, "host/one/memory": 0.25}
+    lines = [
+        {"step": step, "time": STARTED + 20.0 * step, **{f"sandbox/{name}": value for name, value in values.items()}}
+        for step, values in ((1, first), (2, second))
+    ]
+    _write(directory.metrics_file, lines)
+
+    def event(after: float, kind: str, **fields: object) -> dict[str, object]:
+        return {"event": kind, "time": STARTED + after, **fields}
+
+    one, two = {"sandbox": "ak-1", "host": "one"}, {"sandbox": "ak-2", "host": "two"}
+    _write(
+        directory.events_file,
+        [
+            event(0, "start", resume=False, step=0),
+            event(10, "sandbox_lost", **one, cause="oom", in_use=True),
+            event(11, "sandbox_recovered", **one, cause="oom", by="standby", episodes=3, seconds=0.5),
+            event(12, "sandbox_recovered", **one, cause="oom", by="new", episodes=1, seconds=1.25),
+            event(21, "sandbox_lost", **two, cause="canary failed", in_use=False),
+            event(22, "sandbox_host", host="two", before="up", state="down", reason=text),
+            event(23, "sandbox_not_created", error="EngineUnavailable"),
+            event(24, "env_recovered", cause="EnvCrashed", by="new", episodes=1, seconds=0.25, error=text),
+            event(
+                25,
+                "sandbox_recovered",
+                sandbox="ak-3",
+                host="one",
+                cause="EnvTimeout",
+                by="spare",
+                episodes=1,
+                seconds=4.0,
+            ),
+            event(26, "sandbox_events_omitted", sandbox_lost=4),
+        ],
+    )
+    pending = []
+    for number, places in enumerate(((("one", "ak-1"),), (("one", "ak-1"), ("two", "ak-4")), ())):
+        made = replace(episode(0, number, 0.0), duration_s=4.0, sandboxes=places, ended_at=STARTED + 9 + number)
+        pending.append(PendingEpisode(1, made, "trained", ""))
+    db = records.open_for_writing(directory.episodes_file)
+    records.insert(db, pending)
+    db.close()
+    return directory

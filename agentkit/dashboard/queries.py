@@ -312,7 +312,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
         text_of: decodes token ids; None if the tokenizer is unknown.
 
     Returns:
-        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``turns`` (with the fields of
+        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``sandboxes``, ``turns`` (with the fields of
         ``agentkit.types.Turn``), ``final_ids``, ``vocabulary`` (the text of each token id, or None) and ``group`` (ids
         of all attempts of its group, by member).
 
@@ -332,6 +332,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
             "system": trajectory.system,
             "rerendered": trajectory.rerendered,
             "metrics": trajectory.metrics,
+            "sandboxes": trajectory.sandboxes,
             "turns": [_turn(turn) for turn in trajectory.turns],
             "final_ids": trajectory.final_ids.tolist(),
             "vocabulary": None if text_of is None else {id: text_of([id]) for id in sorted(_ids(trajectory))},

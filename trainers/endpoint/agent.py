@@ -202,6 +202,7 @@ class AgentPlayer:
             _record(trajectory, task, session, problem, rules.format_penalty)
         finally:
             trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
+            trajectory.sandboxes = env.sandboxes
             with contextlib.suppress(EngineError):
                 await self._engine.abort(session.name)
 

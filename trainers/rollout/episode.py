@@ -195,6 +195,7 @@ class Player:
                     return
         finally:
             trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
+            trajectory.sandboxes = env.sandboxes
             with contextlib.suppress(EngineError):
                 await self.engine.abort(session)
 

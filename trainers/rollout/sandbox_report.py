@@ -18,6 +18,7 @@ from typing import Any
 
 from agentkit.errors import RunDirectoryError
 from agentkit.sandboxes import telemetry
+from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.recovery.record import Recovery, RecoveryLog
 from agentkit.sandboxes.tasks import stopped
 
@@ -80,19 +81,23 @@ def tally_metrics(tally: Tally) -> dict[str, float]:
 
 
 def host_metrics(
-    sandboxes: Mapping[str, int], up: Mapping[str, bool], recovered: Mapping[str, int]
+    sandboxes: Mapping[str, int], up: Mapping[str, bool], recovered: Mapping[str, int], usage: Mapping[str, HostUsage]
 ) -> dict[str, float]:
-    """Return the metrics of each host; none if there is only one.
+    """Return the metrics of each host.
 
     Args:
         sandboxes: number of sandboxes of each host.
         up: whether each known server takes new sandboxes.
         recovered: number of recoveries of targets that were on each host.
+        usage: what of each host was in use, where it is known.
     """
-    hosts = {*sandboxes, *up, *recovered}
-    if len(hosts) < 2:
-        return {}
-    return {
+    hosts = {*sandboxes, *up, *recovered, *usage}
+    used = {
+        f"sandbox/host/{host}/{name}": float(getattr(usage[host], name))
+        for host in sorted(usage)
+        for name in ("cpu", "memory", "disk")
+    }
+    return used | {
         f"sandbox/host/{host}/{name}": float(value)
         for host in sorted(hosts)
         for name, value in (
@@ -210,8 +215,10 @@ class SandboxReport:
         recovered = Counter(recovery.host for recovery in tally.recoveries)
         up = {host: state == "up" for host, state in self._host_states.items()}
         sandboxes: Counter[str] = Counter()
+        usage: dict[str, HostUsage] = {}
         for pool in pools:
             sandboxes.update(pool.hosts())
+            usage.update(pool.usage())
         metrics = {
             **_states(pools),
             "sandbox/spares": self._spares(),
@@ -219,7 +226,7 @@ class SandboxReport:
             **tally_metrics(tally),
             "sandbox/hedges": self._hedged - before[0],
             "sandbox/hedges_won": self._won - before[1],
-            **host_metrics(sandboxes, up, recovered),
+            **host_metrics(sandboxes, up, recovered, usage),
         }
         return {name: float(value) for name, value in metrics.items()}
 

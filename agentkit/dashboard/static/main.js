@@ -6,13 +6,14 @@ import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
 import { Overview } from "./overview.js";
 import { Pipeline } from "./pipeline.js";
+import { Sandboxes } from "./sandboxes.js";
 import { go, link, route } from "./state.js";
 
 const EVERY_MS = 3000;
-const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode, pipeline: Pipeline };
+const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode, pipeline: Pipeline, sandboxes: Sandboxes };
 const THEMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const KEYS = [
-  ["o", "overview"], ["e", "episodes"], ["g", "pipeline"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
+  ["o", "overview"], ["e", "episodes"], ["g", "pipeline"], ["s", "sandboxes"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
   ["n / p", "next, previous episode"], ["1 2 3", "parts of the view"], ["← →", "previous, next token or step"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
 ];
 
@@ -30,7 +31,7 @@ function drawHeader() {
   const tab = (name, text) => h("a", { href: link(name, name === "overview" ? {} : { run }), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
   document.getElementById("top").replaceChildren(
     h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
-    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline")),
+    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline"), tab("sandboxes", "Sandboxes")),
     h("div", { class: "spring" }), status, theme, h("button", { onclick: () => help.showModal(), title: "Keys (?)" }, "?"));
 }
 
@@ -109,6 +110,7 @@ function onKey(event) {
     o: () => go("overview"),
     e: () => go("episodes", { run: ofOneRun() }),
     g: () => go("pipeline", { run: ofOneRun() }),
+    s: () => go("sandboxes", { run: ofOneRun() }),
     t: nextTheme,
     "?": () => help.showModal(),
     "/": () => root.querySelector("[data-search]")?.focus(),
