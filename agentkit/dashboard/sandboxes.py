@@ -119,9 +119,10 @@ def boxes(events: Sequence[Record], served: Sequence[Record]) -> list[dict[str, 
             it began to serve the first, and ended to serve the last one.
 
     Returns:
-        The fields of ``served``; ``state``: ``failed`` with ``cause``, ``kind``, ``in_use`` (None if it is unknown) and
-        the time ``failed_at``, or ``used``; ``recovered``: number of its environments that continued elsewhere,
-        ``recovered_by``: the same by means; ``recovery_s``: the longest of these recoveries, or None.
+        The fields of ``served``; ``state``: ``used``, or ``failed`` with ``cause``, its ``kind`` and ``meaning``,
+        ``in_use`` (None if it is unknown) and the time ``failed_at``; ``recovered``: number of its environments that
+        continued elsewhere, ``recovered_by``: the same by means; ``recovery_s``: the longest of these recoveries, or
+        None.
     """
     found: dict[str, dict[str, Any]] = {}
 
@@ -146,6 +147,8 @@ def boxes(events: Sequence[Record], served: Sequence[Record]) -> list[dict[str, 
             one["recovery_s"] = max(one["recovery_s"] or 0.0, _seconds(event))
             if one["state"] == "used":  # an environment failed in it, and it may go on
                 one.update({"cause": cause[:_LONGEST], "kind": kind_of(cause)})
+    for one in found.values():
+        one["meaning"] = LOSS_REASONS.get(one["cause"], "")
     return sorted(found.values(), key=lambda one: max(one["failed_at"] or 0.0, one["last"] or 0.0), reverse=True)
 
 

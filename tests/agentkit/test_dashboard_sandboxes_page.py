@@ -76,6 +76,7 @@ def test_a_sandbox_leads_to_its_episodes_and_back(browser: Browser, address: str
     assert "box=ak-1" in browser.evaluate("location.hash")
     shown = browser.text(".box")
     assert "3 by standby, 1 by new" in shown
+    assert "oom: its memory limit killed its main process." in shown
     assert browser.evaluate("document.querySelectorAll('.box tbody tr').length") == 3
     assert browser.evaluate("[...document.querySelectorAll('.served a')].map(e => e.innerText)") == ["1", "2"]
     browser.evaluate("document.querySelectorAll('.served a')[1].click()")

@@ -154,7 +154,8 @@ export class Sandboxes {
       ]),
       box.episodes.length ? h("p", { class: "served" }, box.episodes.length < box.number ? "Last episodes: " : "Episodes: ",
         box.episodes.map((id) => h("a", { href: link("episode", { run, id }) }, String(id)))) : null,
-      this.historyTable(history.filter((row) => row.sandbox === box.sandbox), false));
+      this.historyTable(history.filter((row) => row.sandbox === box.sandbox), false),
+      box.meaning ? h("p", { class: "note" }, line(`${box.cause}: ${box.meaning}.`, 400)) : null);
   }
 
   drawHistory() {
