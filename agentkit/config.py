@@ -571,7 +571,7 @@ def _agent_contradictions(config: RunConfig) -> Iterator[str]:
     if (agent.python is None) == (agent.command is None):
         yield "agent needs either agent.python or agent.command: set one of them"
     if config.imitation is not None:
-        yield "imitation shows the built-in loop's conversations, which those of an agent differ from: remove one"
+        yield "imitation teaches conversations of the built-in loop; those of an agent differ: remove one of them"
     if config.model.history != "auto":
         yield (
             f"model.history={config.model.history} has no effect with an agent, which chooses what it shows: remove it"

@@ -1,7 +1,7 @@
 """``agentkit show --episode N --rhythm``: attention rhythm over the tokens of an episode.
 
-Invariant: the token ids are the recorded ones, and the model is the newest checkpoint's, whatever step the episode is
-of. Imports torch only when it is called.
+Invariant: the token ids are the recorded ones, and the model is the newest checkpoint's, also for episodes of earlier
+steps. Imports torch only when it is called.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ def token_texts(directory: RunDirectory) -> Callable[[list[int]], str] | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(files[0]))
-    except Exception:  # which is all that it raises: the checkpoint is being written or removed
+    except Exception:  # its only type of error: the checkpoint is being written or removed
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 

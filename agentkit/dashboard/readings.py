@@ -1,7 +1,7 @@
 """What the newest checkpoint's models say about the tokens of an episode: attention rhythm and values of critics.
 
-Invariant: the token ids are the recorded ones, and the models are the newest checkpoint's, whatever step the episode is
-of. Imports torch only when it is called.
+Invariant: the token ids are the recorded ones, and the models are the newest checkpoint's, also for episodes of earlier
+steps. Imports torch only when it is called.
 """
 
 from __future__ import annotations

@@ -62,6 +62,17 @@ class Step(NamedTuple):
     """The episode is over."""
 
 
+class Effect(NamedTuple):
+    """What the environment did with the actions of one step."""
+
+    requests: int
+    """The requests before it."""
+    actions: tuple[str, ...] = ()
+    reward: float = 0.0
+    valid: bool = False
+    env_s: float = 0.0
+
+
 class Task:
     """The environment of one episode, as an agent sees it."""
 
@@ -76,9 +87,8 @@ class Task:
         self.success = False
         self.failure: EnvError | None = None
         self.metrics: dict[str, float] = {}
-        self.env_s = 0.0
-        self.effects: list[tuple[int, tuple[str, ...], float, bool]] = []
-        """For each step: the requests before it, the actions, the reward, and whether they were valid."""
+        self.reset_s = 0.0
+        self.effects: list[Effect] = []
         self._env, self._session, self._most = env, session, rules.source.max_turns
         self._one_at_a_time = asyncio.Lock()
         self._ended = False
@@ -96,7 +106,7 @@ class Task:
         Raises:
             RuntimeError: the episode is over.
             TypeError: an action is not a text, or there is none.
-            EnvError: the environment failed; the episode is voided, whatever the agent does.
+            EnvError: the environment failed. The episode is voided, also if the agent catches this error.
         """
         if not actions or not all(isinstance(action, str) for action in actions):
             raise TypeError(f"step takes one or more actions, which are texts, not {actions!r:.200}")
@@ -114,7 +124,7 @@ class Task:
             if self.outcome is None and actions:
                 await self._step(actions)
             elif self.outcome is None:
-                self.effects.append((len(self._session.recorder.exchanges), (), 0.0, False))
+                self.effects.append(Effect(len(self._session.recorder.exchanges)))
 
     async def _step(self, actions: tuple[str, ...]) -> Step:
         if self.outcome is not None or self.failure is not None or self._ended:
@@ -125,8 +135,7 @@ class Task:
         except EnvError as error:
             self.failure = error
             raise
-        self.env_s += time.perf_counter() - begun
-        self.effects.append((requests, actions, result.reward, result.valid))
+        self.effects.append(Effect(requests, actions, result.reward, result.valid, time.perf_counter() - begun))
         self.success = result.success
         self.metrics |= {f"{TASK}{name}": value for name, value in result.metrics.items()}
         if result.terminated:
@@ -191,7 +200,7 @@ class AgentPlayer:
         try:
             observation = await env.reset(trajectory.seed)
             task = Task(observation, self._instructions, rules, env, session)
-            task.env_s = time.perf_counter() - begun
+            task.reset_s = time.perf_counter() - begun
             try:
                 problem = await self._act(task, session)
             except EnvError:
@@ -249,12 +258,13 @@ def _record_turns(trajectory: Trajectory, task: Task, session: Session, format_p
     trajectory.turns, trajectory.rerendered = turns(session.recorder.exchanges)
     if not trajectory.turns:
         return
-    for requests, actions, reward, valid in task.effects:
-        turn: Turn = trajectory.turns[max(requests - 1, 0)]
-        turn.actions += actions
-        turn.reward += reward if valid else reward + format_penalty
-        turn.valid = turn.valid and valid
-    trajectory.turns[0].env_s = task.env_s
+    for effect in task.effects:
+        turn: Turn = trajectory.turns[max(effect.requests - 1, 0)]
+        turn.actions += effect.actions
+        turn.reward += effect.reward if effect.valid else effect.reward + format_penalty
+        turn.valid = turn.valid and effect.valid
+        turn.env_s += effect.env_s
+    trajectory.turns[0].env_s += task.reset_s
 
 
 def _record(

@@ -45,6 +45,7 @@ class Exchange:
     prompt: Prompt
     generation: Generation
     answer: Message
+    generate_s: float
 
 
 class RecordedSequence(NamedTuple):
@@ -88,15 +89,16 @@ class SessionRecorder:
                 return Prompt(dialogue, messages, whole, parent, len(whole) - len(added))
         return Prompt(dialogue, messages, dialogue.prompt(messages), None, 0)
 
-    def add(self, prompt: Prompt, generation: Generation, answer: Message) -> None:
+    def add(self, prompt: Prompt, generation: Generation, answer: Message, generate_s: float = 0.0) -> None:
         """Record the answer to a prompt.
 
         Args:
             prompt: as ``prompt`` returned it.
             generation: what the engine sampled.
             answer: the answer as the agent gets it.
+            generate_s: seconds until the engine had answered.
         """
-        self.exchanges.append(Exchange(prompt, generation, answer))
+        self.exchanges.append(Exchange(prompt, generation, answer, generate_s))
 
     def _extended(self, dialogue: Dialogue, messages: tuple[Message, ...]) -> int | None:
         """Return the longest exchange that ``messages`` extend, the latest of equal ones."""
@@ -153,6 +155,7 @@ def _turn(exchanges: Sequence[Exchange], exchange: Exchange, linear: bool) -> Tu
         finish_reason=generation.finish_reason,
         observation="\n\n".join(message.content for message in prompt.messages[known:]),
         response=prompt.dialogue.spell(generation.ids),
+        generate_s=exchange.generate_s,
     )
 
 

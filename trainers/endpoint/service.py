@@ -95,16 +95,18 @@ class ChatService:
         Raises:
             ApiError: the engine failed.
         """
+        begun = time.perf_counter()
         try:
             generation = await self._generate(work)
         except EngineError as error:
             if work.session is not None:
                 work.session.failure = error
             raise ApiError(503 if error.fatal else 500, f"the engine failed: {error}") from error
+        generate_s = time.perf_counter() - begun
         dialogue, request, ids = work.prompt.dialogue, work.request, generation.ids
         answer = dialogue.answer(ids, request.stop)
         if work.session is not None:
-            work.session.recorder.add(work.prompt, generation, answer)
+            work.session.recorder.add(work.prompt, generation, answer, generate_s)
         ended = int(ids[-1]) in dialogue.stop_ids
         finish = "length" if generation.finish_reason == "length" else "stop"
         logprobs = zip(ids[: len(ids) - ended], generation.logprobs, strict=False) if request.logprobs else ()

@@ -47,7 +47,7 @@ export class TokenView {
         token.value = token.values.length ? token.values.reduce((a, b) => a + b) / token.values.length : undefined;
       });
       this.button.remove();
-      say(`Read with the checkpoint of step ${found.step}, whatever step the episode is of. ${found.note}`);
+      say(`Read with the checkpoint of step ${found.step}. ${found.note}`);
       this.draw();
       this.drawChart();
     } catch (error) {

@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
+from local_sandboxes import local_sandboxes
 from requiring import require
 
 import agentkit
 from agentkit.envs.base import TextEnv, expert_actions
 from agentkit.envs.invoice import Invoice
-from agentkit.errors import ConfigError, EngineUnavailable, EnvFailureBudgetExceeded, RegistryError
+from agentkit.errors import ConfigError, EnvFailureBudgetExceeded, RegistryError
 from agentkit.integrations.trl import EnvironmentFactory
 from agentkit.integrations.trl_tools import tool_method
-from agentkit.sandboxes.backends.local.backend import LocalBackend
 
 
 class Door(TextEnv):
@@ -342,30 +342,19 @@ def test_another_process_makes_its_own(door: EnvironmentFactory) -> None:
     copy.close()
 
 
-async def _sandboxes() -> int:
-    backend = LocalBackend()
-    try:
-        await backend.start()
-    except EngineUnavailable as error:
-        require(False, f"install bubblewrap ({error})")
-    found = len(await backend.list({}))
-    await backend.close()
-    return found
-
-
 def test_sandboxes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
-    assert asyncio.run(_sandboxes()) == 0
+    assert asyncio.run(local_sandboxes()) == 0
     here = agentkit.make("Invoice-v0")
     factory = EnvironmentFactory("Invoice-v0", sandbox="local", reset_timeout=300.0)
     instance = factory()
     assert sorted(tool_names(instance)) == ["calculate", "price", "submit"]  # declared by the sandbox
     assert instance.reset(seed=2).endswith(here.reset(seed=2)[0])
     assert instance.submit(total=here.total) == "Correct.\nThe episode is over."
-    assert asyncio.run(_sandboxes()) > 0
+    assert asyncio.run(local_sandboxes()) > 0
     assert instance.get_reward() == 1.0
     factory.close()
-    assert asyncio.run(_sandboxes()) == 0
+    assert asyncio.run(local_sandboxes()) == 0
 
 
 @pytest.mark.parametrize(

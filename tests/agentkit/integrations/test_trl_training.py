@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from requiring import require
+from local_sandboxes import local_sandboxes
 
 import agentkit
 from agentkit.envs.base import TextEnv
 from agentkit.envs.invoice import Invoice
-from agentkit.errors import ConfigError, EngineError, EngineUnavailable
+from agentkit.errors import ConfigError, EngineError
 from agentkit.integrations.trl import EnvironmentFactory, RolloutFunc, episode_reward
-from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.trainers.models.quickstart import build_quickstart, quickstart_model, quickstart_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -296,17 +295,6 @@ def tool_model(instance: Any, tool: str, answers: list[dict[str, Any]], steps: i
     return model, tokenizer
 
 
-async def sandboxes() -> int:
-    backend = LocalBackend()
-    try:
-        await backend.start()
-    except EngineUnavailable as error:
-        require(False, f"install bubblewrap ({error})")
-    found = len(await backend.list({}))
-    await backend.close()
-    return found
-
-
 def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
     totals = []
@@ -330,9 +318,9 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer.save_pretrained(tmp_path / "model")
     before = weights(trainer)
     trainer.train()
-    assert asyncio.run(sandboxes()) > 0
+    assert asyncio.run(local_sandboxes()) > 0
     factory.close()
-    assert asyncio.run(sandboxes()) == 0
+    assert asyncio.run(local_sandboxes()) == 0
     assert not torch.equal(before, weights(trainer))
     (entry,) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert entry["tools/call_frequency"] > 0.5
@@ -342,7 +330,7 @@ def test_tools_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 1.0 in rewards  # a right total
     assert 0.0 in rewards  # a wrong one
     run_example("trl_environment.py", tmp_path / "model", tmp_path / "trained")
-    assert asyncio.run(sandboxes()) == 0
+    assert asyncio.run(local_sandboxes()) == 0
 
 
 def test_a_failure_in_a_tool_is_left_out(tmp_path: Path) -> None:

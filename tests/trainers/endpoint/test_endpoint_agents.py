@@ -64,6 +64,9 @@ async def test_an_agent_that_steps_plays_like_the_built_in_loop() -> None:
         assert len(member.turns) == 3
         for turn in member.turns:
             assert (turn.actions, turn.valid) == ((("Go",), True) if "Go" in turn.response else (("Bad",), False))
+            assert turn.generate_s > 0
+            assert turn.env_s > 0
+        assert sum(turn.generate_s + turn.env_s for turn in member.turns) <= member.duration_s
         assert [turn.reward for turn in member.turns[:2]] == [0.0 if turn.valid else -0.5 for turn in member.turns[:2]]
     assert {ending for ending, _ in harness.endings} >= {"trained", "cancelled"}
 
