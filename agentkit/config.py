@@ -393,6 +393,9 @@ class LearnerConfig(Strict):
     packing: bool = False
     """Put the sequences of a forward pass one after the other instead of padding them. The result is the same. It saves
     time with `attention: flash_attention_2`; other kernels compute the attention between sequences and mask it."""
+    share_prefixes: bool | None = None
+    """Compute the common prefix of sequences once, for example the prompt of a group, where this is less work. The
+    result is the same. It needs full attention with the kernel `sdpa`. null: where the model can."""
     backend: Literal["replicas", "fsdp", "deepspeed"] = "replicas"
     """`replicas`: every rank holds the whole model and its optimiser. `fsdp`: the ranks share them (torch's FSDP2).
     `deepspeed`: ZeRO; needs the extra `deepspeed`."""
@@ -601,6 +604,9 @@ def _backend_contradictions(config: RunConfig) -> Iterator[str]:
             f"learner.packing=true and algorithm.credit={config.algorithm.credit} contradict: attention maps are read "
             "of padded sequences; remove one"
         )
+    if learner.share_prefixes and (learner.packing or config.algorithm.credit != "none"):
+        other = "learner.packing=true" if learner.packing else f"algorithm.credit={config.algorithm.credit}"
+        yield f"learner.share_prefixes=true and {other} contradict: both determine the attention; remove one"
     if config.engine.share_weights and learner.backend != "replicas":
         yield (
             f"engine.share_weights=true needs the whole model on the learner's rank, and learner.backend is "

@@ -19,7 +19,7 @@ from agentkit.trainers.algorithms.losses import value_loss
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.learner.backends.base import Backend
 from agentkit.trainers.learner.backends.choose import build_backend
-from agentkit.trainers.learner.forward import check_packing, inputs_of
+from agentkit.trainers.learner.forward import check_packing, inputs_of, why_not_shared
 from agentkit.trainers.learner.microbatches import Layout, MicroBatch, lay_out
 from agentkit.trainers.learner.policy import PolicyModel
 from agentkit.trainers.models.load import load_policy, resolve_device
@@ -73,6 +73,7 @@ class Critic:
         causal_lm = _initial_model(config, policy, backend, seed + index * SEED_STRIDE)
         if learner.packing:
             check_packing(causal_lm)
+        self.why_not_shared = why_not_shared(causal_lm, learner.attention)
         hidden_size = causal_lm.config.get_text_config().hidden_size
         self.model = ValueModel(causal_lm.base_model, hidden_size, policy.dtype).requires_grad_(True)
         what = "critic's" if config.count == 1 else f"critic {index}'s"

@@ -80,28 +80,66 @@ class Scorer(nn.Module):
 
 def inputs_of(layout: Layout) -> dict[str, Any]:
     """Arguments of a transformers model."""
-    packed = {} if layout.position_ids is None else {"position_ids": layout.position_ids}
-    return {"input_ids": layout.ids, "use_cache": False, **packed}
+    optional = {"position_ids": layout.position_ids, "attention_mask": layout.visible}
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {"input_ids": layout.ids, "use_cache": False, **given}
 
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> None:
     """Raise ``LearnerError`` if ``model`` does not keep packed sequences apart."""
-    vocabulary, length, end = model.config.get_text_config().vocab_size, 14, 8
-    ids = torch.arange(length, device=model.device)[None] % vocabulary
-    positions = torch.arange(length, device=model.device)[None]
-    positions = torch.where(positions < end, positions, positions - end)
-
-    def hidden(ids: Tensor, **options: Any) -> Tensor:
-        return model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state.float()
-
-    packed, apart = hidden(ids, position_ids=positions), torch.cat([hidden(ids[:, :end]), hidden(ids[:, end:])], 1)
-    difference = float((packed - apart).norm() / apart.norm())
-    if not difference <= (1e-4 if model.dtype == torch.float32 else 2e-2):
+    ids = _some_ids(model)
+    positions = torch.cat([torch.arange(8), torch.arange(6)])[None].to(model.device)
+    apart = torch.cat([_hidden(model, ids[:, :8]), _hidden(model, ids[:, 8:])], 1)
+    difference = _relative(_hidden(model, ids, position_ids=positions), apart)
+    if not difference <= _tolerance(model):
         raise LearnerError(
             f"learner.packing=true: {type(model).__name__} does not keep packed sequences apart (its output differs by "
             f"{difference:.1e}): set learner.packing=false"
         )
+
+
+@torch.no_grad()
+def why_not_shared(model: PreTrainedModel, attention: str | None) -> str | None:
+    """Return why ``model`` cannot compute the common prefix of several contexts once; None if it can.
+
+    ``attention``: the implementation that replaces the model's own.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    attention = attention or model.config._attn_implementation
+    if attention != "sdpa":
+        return f"{name} computes attention with {attention}, not with sdpa"
+    kinds = getattr(config, "layer_types", None) or ["sliding" if getattr(config, "sliding_window", None) else "full"]
+    if not all(kind.startswith("full") for kind in kinds):
+        return f"{name} has layers without full attention"
+    ids = _some_ids(model)  # 6 shared tokens, then 4 of one context and 4 of the other
+    positions = torch.cat([torch.arange(10), torch.arange(6, 10)])[None].to(model.device)
+    visible = torch.ones(14, 14, dtype=torch.bool, device=model.device).tril()
+    visible[10:, 6:10] = False
+    other = torch.cat([ids[:, :6], ids[:, 10:]], 1)
+    apart = torch.cat([_hidden(model, ids[:, :10]), _hidden(model, other)[:, 6:]], 1)
+    try:
+        shared = _hidden(model, ids, position_ids=positions, attention_mask=visible[None, None])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"{name} does not accept a mask of its attention ({error})"
+    difference = _relative(shared, apart)
+    return None if difference <= _tolerance(model) else f"the output of {name} differs by {difference:.1e}"
+
+
+def _some_ids(model: PreTrainedModel) -> Tensor:
+    return torch.arange(14, device=model.device)[None] % model.config.get_text_config().vocab_size
+
+
+def _hidden(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
+    return model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state.float()
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    return 1e-4 if model.dtype == torch.float32 else 2e-2
 
 
 def _distribution(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

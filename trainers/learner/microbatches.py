@@ -7,7 +7,7 @@ context with weight zero), because a collective that one rank skips hangs the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentkit.trainers.batch import Batch
-
-Indices = NDArray[np.int64]
+from agentkit.trainers.learner.prefixes import Indices, Row, merge, merged_rows
+from agentkit.types import IntArray
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class MicroBatch:
     """Contexts of one forward pass."""
 
     contexts: Indices
+    shared_rows: Indices | None = None
+    """The row of each context, in ascending order, where contexts with a common prefix share a row; None: a row each.
+    """
     filler: bool = False
     """A filler keeps the ranks in step; its tokens have weight zero."""
     most_actions: int = 0
@@ -41,6 +44,7 @@ def plan(
     *,
     packed: bool = False,
     together: Indices | None = None,
+    shared: Sequence[Row] | None = None,
 ) -> list[list[MicroBatch]]:
     """Deal ``contexts`` to ranks and cut each rank's share into micro-batches.
 
@@ -55,24 +59,30 @@ def plan(
         max_tokens: the limit.
         packed: contexts stand one after the other, without padding.
         together: the sequence of every context ``[C]``, if contexts of one sequence must not be separated.
+        shared: the rows that contexts share; not with ``packed`` or ``together``.
     """
     if not len(contexts):
         return [[] for _ in range(ranks)]
-    units = _units(contexts, contexts if together is None else together[contexts])
-    longest_first = sorted(units, key=lambda unit: -int(lengths[unit].max()))
-    shares: list[list[Indices]] = [[] for _ in range(ranks)]
+    if shared is not None:
+        units = [_Unit(row.contexts, 1, row.nodes, row.nodes) for row in shared]
+    else:
+        of_sequences = _split(contexts, contexts if together is None else together[contexts])
+        units = [_Unit(part, len(part), int(lengths[part].max()), int(lengths[part].sum())) for part in of_sequences]
+    longest_first = sorted(units, key=lambda unit: -unit.longest)
+    shares: list[list[_Unit]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks, np.int64)
     for unit in longest_first:
         rank = int(load.argmin())
         shares[rank].append(unit)
-        load[rank] += lengths[unit].sum()
+        load[rank] += unit.total
 
-    planned = [
-        [MicroBatch(np.concatenate(chunk), packed=packed) for chunk in _cut(share, lengths, max_tokens, packed)]
-        for share in shares
-    ]
+    def micro_batch(chunk: Sequence[_Unit], *, filler: bool = False) -> MicroBatch:
+        rows = None if shared is None else np.repeat(np.arange(len(chunk)), [len(unit.contexts) for unit in chunk])
+        return MicroBatch(np.concatenate([unit.contexts for unit in chunk]), rows, filler=filler, packed=packed)
+
+    planned = [[micro_batch(chunk) for chunk in _cut(share, max_tokens, packed)] for share in shares]
     most = max(len(share) for share in planned)
-    filler = MicroBatch(longest_first[-1], filler=True, packed=packed)
+    filler = micro_batch(longest_first[-1:], filler=True)
     return [share + [filler] * (most - len(share)) for share in planned]
 
 
@@ -84,6 +94,7 @@ def share(
     max_tokens: int,
     *,
     packed: bool = False,
+    share_prefixes_of: int | None = None,
     whole: bool = False,
     states: bool = False,
 ) -> list[MicroBatch]:
@@ -96,33 +107,52 @@ def share(
         ranks: number of ranks.
         max_tokens: as in ``plan``.
         packed: as in ``plan``.
+        share_prefixes_of: hidden size of a model that computes the prefix of several contexts once, unless ``whole``
+            prevents it; None: every context is computed alone.
         whole: keep the contexts of a sequence in one micro-batch.
         states: compute contexts without action tokens, too: those of final states.
     """
     wanted = np.isin(batch.context_sequences, sequences)
     if not states:
         wanted &= batch.context_action_counts > 0
-    together = batch.context_sequences if whole else None
-    plans = plan(batch.context_lengths, np.flatnonzero(wanted), ranks, max_tokens, packed=packed, together=together)
+    contexts = np.flatnonzero(wanted)
+    together = shared = None
+    if whole and batch.num_contexts > batch.num_sequences:
+        together = batch.context_sequences
+    elif share_prefixes_of is not None:
+        shared = merged_rows(batch, contexts, max_tokens, share_prefixes_of)
+    plans = plan(batch.context_lengths, contexts, ranks, max_tokens, packed=packed, together=together, shared=shared)
     actions = [[int(batch.context_action_counts[micro.contexts].sum()) for micro in of_rank] for of_rank in plans]
     return [replace(micro, most_actions=max(column)) for micro, *column in zip(plans[rank], *actions, strict=True)]
 
 
-def _units(contexts: Indices, sequences: Indices) -> list[Indices]:
+@dataclass(frozen=True)
+class _Unit:
+    """Contexts that must be in the same micro-batch."""
+
+    contexts: Indices
+    rows: int
+    longest: int
+    """Tokens of the longest row."""
+    total: int
+    """Tokens of all rows, without padding."""
+
+
+def _split(contexts: Indices, sequences: Indices) -> list[Indices]:
     """Split ``contexts`` by their sequences."""
     order = np.argsort(sequences, kind="stable")
     return np.split(contexts[order], np.flatnonzero(np.diff(sequences[order])) + 1)
 
 
-def _cut(longest_first: list[Indices], lengths: Indices, max_tokens: int, packed: bool) -> Iterator[list[Indices]]:
-    chunk: list[Indices] = []
-    count = total = longest = 0
+def _cut(longest_first: list[_Unit], max_tokens: int, packed: bool) -> Iterator[list[_Unit]]:
+    chunk: list[_Unit] = []
     for unit in longest_first:
-        count, total, longest = count + len(unit), total + int(lengths[unit].sum()), longest or int(lengths[unit].max())
-        if chunk and (total if packed else count * longest) > max_tokens:
+        added = [*chunk, unit]
+        rows, total = sum(each.rows for each in added), sum(each.total for each in added)
+        if chunk and (total if packed else rows * chunk[0].longest) > max_tokens:
             yield chunk
-            chunk, count, total, longest = [], len(unit), int(lengths[unit].sum()), int(lengths[unit].max())
-        chunk.append(unit)
+            added = [unit]
+        chunk = added
     if chunk:
         yield chunk
 
@@ -131,13 +161,17 @@ def _cut(longest_first: list[Indices], lengths: Indices, max_tokens: int, packed
 class Layout:
     """One micro-batch of ``C`` contexts as tensors; ``n`` of their tokens are actions.
 
-    Padded: ``B = C`` rows of at most ``T`` tokens. Packed: one row of all tokens.
+    Padded: ``B = C`` rows of at most ``T`` tokens. Packed: one row of all tokens. With shared rows, a row is the prefix
+    tree of its contexts, and a token of a shared prefix stands there once.
     """
 
     ids: Tensor
     """int64 ``[B, T]``. Padding follows the text, so that a causal model needs no attention mask."""
     position_ids: Tensor | None
-    """Packed: int64 ``[1, T]``, from 0 in each context. This tells transformers to keep the contexts apart."""
+    """Packed: int64 ``[1, T]``, from 0 in each context. This tells transformers to keep the contexts apart. With shared
+    rows: int64 ``[B, T]``, the tokens before each one in its context."""
+    visible: Tensor | None
+    """With shared rows: bool ``[B, 1, T, T]``, the tokens that each token attends to. Otherwise None: all before it."""
     sequences: Tensor
     """int64 ``[n]``: the sequence of each action token, numbered from 0 in the order of the first contexts."""
     rows: Tensor
@@ -167,9 +201,15 @@ def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
     real = np.arange(longest) < lengths[:, None]
     flat = (starts[:, None] + np.arange(longest))[real]
     contexts, offsets = np.nonzero(real)  # of each token
-    if micro.packed:
+    position_ids = visible = None
+    if micro.shared_rows is not None and micro.shared_rows[-1] < len(micro.contexts) - 1:
+        rows = micro.shared_rows[contexts]
+        columns, ids, position_ids, visible = _lay_out_trees(
+            np.split(batch.tokens[flat], np.cumsum(lengths)[:-1]), micro.shared_rows
+        )
+    elif micro.packed:
         rows, columns = np.zeros_like(contexts), np.arange(len(flat))
-        ids = batch.tokens[flat].astype(np.int64)[None]
+        ids, position_ids = batch.tokens[flat].astype(np.int64)[None], offsets[None]
     else:
         rows, columns = contexts, offsets
         ids = np.zeros(real.shape, np.int64)
@@ -182,10 +222,11 @@ def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
 
     return Layout(
         ids=on_device(ids),
-        position_ids=on_device(offsets[None]) if micro.packed else None,
+        position_ids=None if position_ids is None else on_device(position_ids),
+        visible=None if visible is None else on_device(visible),
         sequences=on_device(_numbered(batch.context_sequences[micro.contexts])[contexts[action]]),
         rows=on_device(rows[action]),
-        columns=on_device(columns[action] - 1),
+        columns=on_device(np.roll(columns, 1)[action]),
         targets=on_device(batch.tokens[flat[action]].astype(np.int64)),
         positions=torch.from_numpy(flat[action]),
         mask=on_device(np.full(int(action.sum()), not micro.filler)),
@@ -195,6 +236,22 @@ def lay_out(batch: Batch, micro: MicroBatch, device: torch.device) -> Layout:
         most_actions=max(int(action.sum()), micro.most_actions),
         filler=micro.filler,
     )
+
+
+def _lay_out_trees(contexts: list[IntArray], rows: Indices) -> tuple[Indices, Indices, Indices, NDArray[np.bool_]]:
+    """Put the prefix tree of the contexts of each row into that row.
+
+    Returns the column of each token of all contexts, the ids ``[B, T]``, their positions ``[B, T]``, and which tokens
+    they attend to ``[B, 1, T, T]``. Padding attends to itself, because a softmax over nothing is undefined.
+    """
+    trees = [merge([contexts[index] for index in np.flatnonzero(rows == row)]) for row in range(rows[-1] + 1)]
+    count, width = len(trees), max(len(tree.ids) for tree in trees)
+    ids, positions = np.zeros((2, count, width), np.int64)
+    visible = np.tile(np.eye(width, dtype=np.bool_), (count, 1, 1, 1))
+    for row, tree in enumerate(trees):
+        nodes = len(tree.ids)
+        ids[row, :nodes], positions[row, :nodes], visible[row, 0, :nodes, :nodes] = tree.ids, tree.depths, tree.visible
+    return np.concatenate([path for tree in trees for path in tree.paths]), ids, positions, visible
 
 
 def _numbered(values: Indices) -> Indices:

@@ -35,7 +35,7 @@ from agentkit.trainers.learner.backends.choose import build_backend
 from agentkit.trainers.learner.credit import Credit
 from agentkit.trainers.learner.critic import Critic
 from agentkit.trainers.learner.files import read_state, write_state
-from agentkit.trainers.learner.forward import check_packing
+from agentkit.trainers.learner.forward import check_packing, why_not_shared
 from agentkit.trainers.learner.metrics import (
     Sums,
     critic_metrics,
@@ -67,9 +67,12 @@ class Training:
         self.policy = PolicyModel(model, config.seed)
         self.ranks = Ranks(rank, world_size, init_method, device)
         torch.manual_seed(config.seed + rank)
+        credit = config.algorithm.credit != "none"
         if config.learner.packing:
             check_packing(self.policy.causal_lm)
-        credit = config.algorithm.credit != "none"
+        learner = config.learner
+        self.share_prefixes = learner.share_prefixes is not False and not learner.packing and not credit
+        self._share_prefixes_unless(why_not_shared(self.policy.causal_lm, learner.attention))
         self.credit = Credit(config.algorithm, self.policy.causal_lm, self.ranks) if credit else None
         self.backend = build_backend(self.policy.scorer, config.learner, self.ranks, "policy's")
         self.backend.adapter = self.policy.adapter
@@ -206,6 +209,14 @@ class Training:
                 Critic(critic, config.learner, self.policy, self.backend, config.seed, index)
                 for index in range(critic.count)
             ]
+            for built in self.critics:
+                self._share_prefixes_unless(built.why_not_shared)
+
+    def _share_prefixes_unless(self, problem: str | None) -> None:
+        """Stop sharing prefixes if there is a problem, or raise ``LearnerError`` if the configuration asks for it."""
+        if problem is not None and self.config.learner.share_prefixes:
+            raise LearnerError(f"learner.share_prefixes=true is impossible: {problem}. Set learner.share_prefixes=null")
+        self.share_prefixes = self.share_prefixes and problem is None
 
     def _forward(self, layout: Layout, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         temperature = self.config.rollout.temperature
@@ -213,7 +224,17 @@ class Training:
 
     def _plan(self, batch: Batch, sequences: np.ndarray, **wanted: bool) -> list[MicroBatch]:
         learner, ranks = self.config.learner, self.ranks
-        return share(batch, sequences, ranks.rank, ranks.size, learner.max_tokens, packed=learner.packing, **wanted)
+        hidden_size = self.policy.causal_lm.config.get_text_config().hidden_size if self.share_prefixes else None
+        return share(
+            batch,
+            sequences,
+            ranks.rank,
+            ranks.size,
+            learner.max_tokens,
+            packed=learner.packing,
+            share_prefixes_of=hidden_size,
+            **wanted,
+        )
 
     def _layouts(self, batch: Batch, sequences: np.ndarray, **wanted: bool) -> Iterator[tuple[Layout, bool]]:
         """This rank's micro-batches, each with whether it is the last one; ``wanted``: see ``share``."""
