@@ -206,7 +206,7 @@ def test_a_lora_step_trains_on_what_the_engine_sampled(directory: Path, tmp_path
 def test_the_example_learns_arithmetic(directory: Path, tmp_path: Path) -> None:
     """In 12 steps from about 8 % to about 50 %; the limit is far from both."""
     overrides = [f"dir={tmp_path / 'run'}", "steps=12", "evaluation.episodes=16", "evaluation.every=0"]
-    history = agentkit.train(EXAMPLES / "smollm2.yaml", *overrides).history
+    history = agentkit.train(EXAMPLES / "smollm2.yaml", overrides=overrides).history
     success = [metrics["rollout/success"] for metrics in history if "rollout/success" in metrics]
     assert len(success) == 12
     assert sum(success[:2]) / 2 < 0.2
