@@ -22,6 +22,7 @@ from agentkit.errors import CheckpointError, LearnerError
 from agentkit.model_files import ADAPTER
 from agentkit.trainers.batch import Batch
 from agentkit.trainers.cpu_threads import use_threads
+from agentkit.trainers.freed_memory import release_freed_memory
 from agentkit.trainers.learner.files import writing
 from agentkit.trainers.learner.training import Training
 from agentkit.trainers.models.load import load_tokenizer
@@ -69,7 +70,7 @@ class Learner:
         is not applied.
         """
         self._published = None
-        return await self._compute(lambda: self._ready.train(batch, step))
+        return await self._compute(lambda: self._train(batch, step))
 
     async def credit_heads(self) -> dict[str, Any] | None:
         """Layers and head sets of the last batch's attention-rhythm credit; None before the first, or without it."""
@@ -153,6 +154,12 @@ class Learner:
             "trainable": training.policy.trained_size,
             "device": str(training.device),
         }
+
+    def _train(self, batch: Batch, step: int) -> dict[str, float]:
+        release_freed_memory()  # of an engine in this process
+        metrics = self._ready.train(batch, step)
+        release_freed_memory()
+        return metrics
 
     def _stage(self, version: int) -> Weights:
         assert self._staging is not None
