@@ -14,11 +14,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentkit import progress
+from agentkit import alerts, progress
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, PluginError, RoleError
 from agentkit.jsonl import read_jsonl
@@ -167,6 +167,7 @@ class _Run:
         self.demonstrated_success: float | None = None
         self._missing_signal: str | None = None
         """Why the last step had no learning signal; None if it had one."""
+        self._watch = alerts.Watch()
         self.loop = self._new_loop()
         self.snapshot = self.loop.state()
         """State of the rollout loop at the end of ``step``."""
@@ -315,6 +316,7 @@ class _Run:
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
         self.callbacks.step(self.step, metrics)
+        self._report_alerts(metrics)
         if self.config.algorithm.credit != "none":
             await self._report_heads()
         reason = missing_signal([group.members for group in groups], self.config.algorithm)
@@ -324,6 +326,16 @@ class _Run:
             self.view.message(f"step {self.step} had no signal {'either' if again else f'to learn from: {reason}'}")
         self._missing_signal = reason
         return True
+
+    def _report_alerts(self, metrics: Mapping[str, float]) -> None:
+        """Record and show the alerts that begin and end with a step."""
+        began, ended = self._watch.update({"step": self.step, **metrics})
+        for alert in began:
+            self.recorder.event(alerts.BEGAN, **asdict(alert))
+            self.view.message(f"alert in step {self.step}: {alert.sentence()}")
+        for alert in ended:
+            self.recorder.event(alerts.ENDED, name=alert.name, subject=alert.subject, step=self.step, began=alert.step)
+            self.view.message(f"step {self.step}: the alert of step {alert.step} has ended ({alert.text})")
 
     async def _report_heads(self) -> None:
         """Record the layers and heads whose attention gives credit, when they change."""
@@ -415,6 +427,7 @@ class _Run:
             self.step, self.saved_step = 0, -1
             self.success_before = self.demonstrated_success = None
             self.recorder.rollback(-1)
+            self._watch = alerts.Watch()
             self.snapshot = self.loop.state()
             return
         await self.roles.learner.load(found.learner)
@@ -422,6 +435,8 @@ class _Run:
         self.success_before = found.state["success_before"]
         self.demonstrated_success = found.state["demonstrated_success"]
         self.recorder.rollback(found.step)
+        rows = [row for row in read_jsonl(self.directory.metrics_file) if "time/step" in row]
+        self._watch = alerts.Watch(rows, read_jsonl(self.directory.events_file))
         await self.roles.publish(found.step)
         self.snapshot = found.rollout_state()
         self.loop.restore(self.snapshot)
@@ -453,4 +468,6 @@ def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats]
             f"engine/{index}/version": new.version,
             f"engine/{index}/restarts": new.restarts,
         }
+        if tokens := new.generated_tokens - old.generated_tokens:
+            metrics[f"engine/{index}/token_s"] = (new.request_s - old.request_s) / tokens
     return metrics

@@ -40,6 +40,7 @@ class Answers:
             "runs": self._runs,
             "settings": lambda asked: queries.to_json(queries.read_settings(self._run(asked))),
             "metrics": lambda asked: queries.to_json(queries.metrics(self._run(asked))),
+            "alerts": lambda asked: queries.to_json(queries.alerts(self._run(asked))),
             "episodes": self._episodes,
             "episode": self._episode,
             "readings": self._readings,
@@ -51,8 +52,8 @@ class Answers:
         """Return an answer as JSON.
 
         Args:
-            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages``, ``drawings``
-                or ``readings``.
+            question: ``runs``, ``settings``, ``metrics``, ``alerts``, ``episodes``, ``episode``, ``advantages``,
+                ``drawings`` or ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from agentkit import records
+from agentkit.alerts import recorded_alerts
 from agentkit.errors import RunDirectoryError
 from agentkit.jsonl import finite, read_jsonl
 from agentkit.model_files import ADAPTER
@@ -120,7 +121,7 @@ def summary(path: Path) -> dict[str, Any]:
         until the end, or None), ``started`` and ``updated`` (seconds since the epoch), ``seconds`` of work, ``before``
         and ``latest`` (evaluations, see ``evaluations``), ``family``, ``counts`` of episodes by ending, ``tokens``,
         ``action_tokens``, ``duration_s``, ``generate_s`` and ``env_s`` of all episodes together (None where an older
-        version did not record it), and some settings.
+        version did not record it), ``alerts`` (the number of those that have not ended), and some settings.
     """
     run, settings = RunDirectory.open(path), read_settings(path)
     events, lines = _records(run.events_file), _records(run.metrics_file)
@@ -144,6 +145,7 @@ def summary(path: Path) -> dict[str, Any]:
         "seconds": seconds_of_work(events, lines),
         "before": evaluated[0] if evaluated and evaluated[0]["step"] == 0 else None,
         "latest": evaluated[-1] if evaluated else None,
+        "alerts": sum(alert["ended"] is None for alert in recorded_alerts(events)),
         "return": trained[-1].get("rollout/return_mean") if trained else None,
         **totals,
     }
@@ -262,6 +264,11 @@ def metrics(path: Path) -> dict[str, Any]:
         "values": {name: [line.get(name) for line in ordered] for name in names},
         "evaluations": evaluations(path),
     }
+
+
+def alerts(path: Path) -> list[dict[str, Any]]:
+    """Return the alerts of a run in the order in which they began (see ``agentkit.alerts.recorded_alerts``)."""
+    return recorded_alerts(_records(RunDirectory.open(path).events_file))
 
 
 def episode_table(path: Path, *, after: int = 0, at: float | None = None, count: int = 0) -> str:

@@ -102,6 +102,22 @@ def test_remaining_time_and_work_leave_out_the_time_between_sessions() -> None:
     assert queries.seconds_left(events, lines[:3], steps=9) is None
 
 
+def test_alerts_of_a_run_are_listed_and_those_that_last_are_counted(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=10, done=6)
+    with Recorder(directory) as recorder:
+        for step, subject in ((2, "time/train"), (4, "time/wait")):
+            recorder.event("alert", name="slow_phase", subject=subject, step=step, text="t", cause="c", remedy="r")
+        recorder.event("alert_ended", name="slow_phase", subject="time/train", step=5, began=2)
+    directory.release()
+    found = queries.alerts(directory.path)
+    assert [(alert["subject"], alert["step"], alert["ended"]) for alert in found] == [
+        ("time/train", 2, 5),
+        ("time/wait", 4, None),
+    ]
+    assert {"text": "t", "cause": "c", "remedy": "r"}.items() <= found[0].items()
+    assert queries.summary(directory.path)["alerts"] == 1
+
+
 def test_metrics_are_columns_by_step(run: Path) -> None:
     found = queries.metrics(run)
     assert found["steps"] == [0, 1, 2, 3, 4]

@@ -7,7 +7,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dashboard_runs import episode, make_run, turn
 from requiring import require
 
 from agentkit import records
+from agentkit.alerts import BEGAN, ENDED, Alert
 from agentkit.dashboard.export import export
 from agentkit.dashboard.server import Dashboard
 from agentkit.records import Filter
@@ -131,6 +132,41 @@ def test_the_page_follows_a_run(browser: Browser, tmp_path: Path) -> None:
         directory.release()
         browser.wait("document.body.innerText.includes('interrupted')")
     browser.wait("document.body.innerText.includes('the server does not answer')")
+
+
+def test_alerts_are_listed_with_their_steps(browser: Browser, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "runs" / "alerted", steps=10, done=6)
+    make_run(tmp_path / "runs" / "calm").release()
+    slow = Alert("slow_phase", "time/train", 2, "training took 70 s", "busy", "look at `top`")
+    lost = Alert("aborts", "episodes", 3, "9 % of the episodes were lost", f"a fault: {HOSTILE}", "read the errors")
+    with Recorder(directory) as recorder, Dashboard([tmp_path / "runs"], port=0) as server:
+        recorder.event(BEGAN, **asdict(slow))
+        recorder.event(BEGAN, **asdict(lost))
+        recorder.event(ENDED, name=slow.name, subject=slow.subject, step=5, began=slow.step)
+        recorder.flush()
+        go(browser, server.url, "overview?run=alerted&run=calm&tab=alerts", "document.querySelector('.alertlist')")
+        rows = browser.evaluate("[...document.querySelectorAll('.alertlist tbody tr')].map(e => e.innerText)")
+        assert [[part.strip() for part in row.split("\t")[1:4]] for row in rows] == [
+            ["alerted", "Aborts\nepisodes", "3 to now"],
+            ["alerted", "Slow phase\ntime/train", "2 to 5"],
+        ]
+        assert all(part in rows[0] for part in (lost.text, "Cause: a fault: <script>", "Remedy: read the errors"))
+        assert browser.evaluate("document.querySelector('.alertlist code').innerText") == "top"
+        assert browser.evaluate("window.attacked") is None
+        assert browser.evaluate("[...document.querySelectorAll('.tabs button')].at(-1).innerText") == "Alerts (1)"
+        assert text(browser, "tr[data-run='alerted'] .alerts") == "1 alert"
+        assert text(browser, "tr[data-run='calm'] .alerts") is None
+        browser.screenshot(tmp_path / "alerts.png")
+        recorder.event(ENDED, name=lost.name, subject=lost.subject, step=6, began=lost.step)
+        recorder.flush()
+        browser.wait("!document.querySelector('.alerts')")  # the page follows the run
+        assert "3 to 6" in text(browser, ".alertlist")
+        browser.evaluate("document.querySelector('.alertlist a').click()")
+        browser.wait("document.querySelectorAll('.window .row').length == 6")
+        assert "step=3" in browser.evaluate("location.hash")
+        go(browser, server.url, "overview?run=calm&tab=alerts", "document.querySelector('.empty')")
+        assert "have had no alert" in text(browser)
+    directory.release()
 
 
 def test_episodes_are_filtered_sorted_and_opened_with_keys(browser: Browser, address: str, runs: Path) -> None:

@@ -27,6 +27,8 @@ OnEvent = Callable[..., None]
 EVENTS_AT_ONCE = 200
 EVENTS_PER_S = 0.1
 """Events that are written in the long run: a day of a crash loop fills about 2 MB."""
+STEPS_OF_HOST = 8
+"""Fewer steps of environments say little about a host."""
 _PERIOD = 1.0
 """Seconds between two looks at what was reported. Recoveries of one sandbox within this time are one event."""
 _BACKLOG = 100_000
@@ -43,6 +45,8 @@ class Tally:
     create_failures: int = 0
     removed: Counter[str] = field(default_factory=Counter)
     recoveries: list[Recovery] = field(default_factory=list)
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of the steps of environments by host."""
 
     def add(self, record: object) -> None:
         if isinstance(record, telemetry.Created):
@@ -51,6 +55,8 @@ class Tally:
             self.create_failures += 1
         elif isinstance(record, telemetry.Retired):
             self.removed[name_of(record.reason)] += 1
+        elif isinstance(record, telemetry.Stepped):
+            self.steps.setdefault(record.host, []).append(record.seconds)
         elif isinstance(record, Recovery) and record.sandbox:
             self.recoveries.append(record)
 
@@ -80,7 +86,10 @@ def tally_metrics(tally: Tally) -> dict[str, float]:
 
 
 def host_metrics(
-    sandboxes: Mapping[str, int], up: Mapping[str, bool], recovered: Mapping[str, int]
+    sandboxes: Mapping[str, int],
+    up: Mapping[str, bool],
+    recovered: Mapping[str, int],
+    steps: Mapping[str, Sequence[float]],
 ) -> dict[str, float]:
     """Return the metrics of each host; none if there is only one.
 
@@ -88,11 +97,13 @@ def host_metrics(
         sandboxes: number of sandboxes of each host.
         up: whether each known server takes new sandboxes.
         recovered: number of recoveries of targets that were on each host.
+        steps: seconds of each step of an environment there; their median is a metric from ``STEPS_OF_HOST`` steps on.
     """
-    hosts = {*sandboxes, *up, *recovered}
+    hosts = {*sandboxes, *up, *recovered, *steps}
     if len(hosts) < 2:
         return {}
-    return {
+    medians = {host: statistics.median(some) for host, some in steps.items() if len(some) >= STEPS_OF_HOST}
+    return {f"sandbox/host/{host}/step_s": seconds for host, seconds in medians.items()} | {
         f"sandbox/host/{host}/{name}": float(value)
         for host in sorted(hosts)
         for name, value in (
@@ -219,7 +230,7 @@ class SandboxReport:
             **tally_metrics(tally),
             "sandbox/hedges": self._hedged - before[0],
             "sandbox/hedges_won": self._won - before[1],
-            **host_metrics(sandboxes, up, recovered),
+            **host_metrics(sandboxes, up, recovered, tally.steps),
         }
         return {name: float(value) for name, value in metrics.items()}
 

@@ -1,5 +1,6 @@
-// Runs, their curves, evaluations and settings.
+// Runs, their curves, evaluations, settings and alerts.
 
+import { alertsMark, alertsOf, alertsTab } from "./alerts.js";
 import { COLOURS, Chart } from "./chart.js";
 import { band, joined, matching, smoothed } from "./curves.js";
 import { ask, isCopy } from "./data.js";
@@ -10,7 +11,7 @@ const MAIN = ["eval/success", "rollout/success", "rollout/return_mean", "rollout
   "staleness/mean", "engine/tokens_per_s", "time/step", "env/failures"];
 const SELECTED_AT_FIRST = 6;
 const MOST_INTERVALS = 3; // more bands hide each other
-const TABS = [["curves", "Curves"], ["evaluation", "Evaluation"], ["settings", "Settings"]];
+const TABS = [["curves", "Curves"], ["evaluation", "Evaluation"], ["settings", "Settings"], ["alerts", "Alerts"]];
 
 export class Overview {
   constructor(root) {
@@ -45,6 +46,7 @@ export class Overview {
       return;
     }
     const selected = this.selected();
+    if (tab === "alerts") return this.drawAlerts(selected);
     if (tab === "settings") await this.loadSettings(selected);
     else await this.loadMetrics(selected);
     if (tab !== this.tab || route().view !== "overview") return;
@@ -133,7 +135,7 @@ export class Overview {
       h("td", { class: "pick" }, h("label", null, box, mark)),
       h("td", { class: "name", title: plain(run.path) }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
         h("small", null, line([run.env, run.algorithm].filter(Boolean).join(" · ")))),
-      h("td", { title: run.error ? plain(run.error) : null }, badge(run.status), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
+      h("td", { title: run.error ? plain(run.error) : null }, badge(run.status), alertsMark(run), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
       h("td", null, run.steps ? h("div", { class: "progress", title: `step ${run.step} of ${run.steps}` },
         h("div", { style: { width: `${100 * share}%` } }), h("span", null, `${count(run.step)} / ${count(run.steps)}`)) : "–"),
       h("td", null, duration(run.left_s)),
@@ -150,7 +152,8 @@ export class Overview {
   drawTabs() {
     const now = route().params.get("tab") ?? "curves";
     this.tabs.replaceChildren(...TABS.map(([tab, text]) =>
-      h("button", { "aria-current": tab === now ? "page" : null, onclick: () => { change({ tab: tab === "curves" ? "" : tab }); this.show(this.runs); } }, text)));
+      h("button", { "aria-current": tab === now ? "page" : null, onclick: () => { change({ tab: tab === "curves" ? "" : tab }); this.show(this.runs); } },
+        tab === "alerts" ? alertsTab(this.selected()) : text)));
   }
 
   clear() {
@@ -339,6 +342,11 @@ export class Overview {
         h("label", { class: "field check" }, box, h("span", null, "Only differences")));
       this.body.replaceChildren(this.tools, this.settingsTable);
     }
+  }
+
+  async drawAlerts(selected) {
+    const list = await alertsOf(selected, (name) => this.colour(name));
+    if (this.tab === "alerts" && route().view === "overview") this.body.replaceChildren(list);
   }
 
   recolour() {

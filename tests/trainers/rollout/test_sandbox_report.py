@@ -198,10 +198,13 @@ def test_the_rate_of_events_recovers() -> None:
 
 
 def test_several_hosts_have_metrics_of_their_own() -> None:
-    metrics = host_metrics({"a:1": 3}, {"a:1": True, "b:1": False}, {"b:1": 2})
+    steps = {"a:1": [0.1] * 7, "b:1": [0.1, 0.2, 0.2, 0.3] * 2}
+    metrics = host_metrics({"a:1": 3}, {"a:1": True, "b:1": False}, {"b:1": 2}, steps)
     assert metrics["sandbox/host/a:1/sandboxes"] == 3
     assert (metrics["sandbox/host/b:1/up"], metrics["sandbox/host/b:1/recoveries"]) == (0, 2)
-    assert host_metrics({"a:1": 3}, {"a:1": True}, {"a:1": 1}) == {}
+    assert metrics["sandbox/host/b:1/step_s"] == pytest.approx(0.2)
+    assert "sandbox/host/a:1/step_s" not in metrics, "seven steps say little"
+    assert host_metrics({"a:1": 3}, {"a:1": True}, {"a:1": 1}, {}) == {}
 
 
 def test_reasons_become_names() -> None:
