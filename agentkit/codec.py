@@ -141,4 +141,5 @@ def _trajectory(value: dict[str, Any], reader: _ArrayReader) -> Trajectory:
         turns.append(Turn(**turn))
     for name, dtype in _TRAJECTORY_ARRAYS.items():
         value[name] = reader.take(value[name], dtype)
+    value["sandboxes"] = tuple((host, sandbox) for host, sandbox in value.get("sandboxes", ()))
     return Trajectory(**value, turns=turns)

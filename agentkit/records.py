@@ -10,6 +10,7 @@ where ending = 'trained' group by step"``.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,8 @@ create table if not exists episodes (
     action_tokens integer,
     generate_s real,
     env_s real,
+    ended_at real,
+    sandboxes text,
     recorded_at real not null,
     trajectory blob not null
 );
@@ -54,8 +57,8 @@ _COLUMNS = (
     "id, step, ending, ending_reason, group_id, member, attempt, env_id, seed, version_started, outcome, reason, "
     "success, reward, turns, tokens, duration_s"
 )
-_SINCE_2 = {"action_tokens": "integer", "generate_s": "real", "env_s": "real"}
-"""Columns that files of format 1 lack, and their types."""
+_ADDED = {"action_tokens": "integer", "generate_s": "real", "env_s": "real", "ended_at": "real", "sandboxes": "text"}
+"""Columns that files of older versions lack, and their types."""
 _BUSY_TIMEOUT_S = 30.0
 
 EVALUATION = "eval"
@@ -137,9 +140,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         version = connection.execute("pragma user_version").fetchone()[0]
         if version not in range(_SCHEMA_VERSION + 1):
             raise RunDirectoryError(f"{path} was written by another version of agentkit (format {version})")
-        if version == 1:
+        if version:
             for column in missing_columns(connection):
-                connection.execute(f"alter table episodes add column {column} {_SINCE_2[column]}")
+                connection.execute(f"alter table episodes add column {column} {_ADDED[column]}")
         connection.executescript(_SCHEMA)
         connection.execute(f"pragma user_version = {_SCHEMA_VERSION}")
         return connection
@@ -150,7 +153,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def missing_columns(connection: sqlite3.Connection) -> list[str]:
     """Return the names of columns that the file lacks, because an older version wrote it."""
     present = {row[1] for row in connection.execute("pragma table_info(episodes)")}
-    return [column for column in _SINCE_2 if column not in present]
+    return [column for column in _ADDED if column not in present]
 
 
 def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -> None:
@@ -160,7 +163,8 @@ def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -
         connection.executemany(
             "insert into episodes (step, ending, ending_reason, group_id, member, attempt, env_id, seed, "
             "version_started, outcome, reason, success, reward, turns, tokens, duration_s, action_tokens, generate_s, "
-            "env_s, recorded_at, trajectory) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "env_s, ended_at, sandboxes, recorded_at, trajectory) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (_values(episode) for episode in episodes),
         )
     except BaseException:
@@ -191,6 +195,8 @@ def _values(episode: PendingEpisode) -> tuple:
         trajectory.num_action_tokens,
         sum(turn.generate_s for turn in trajectory.turns),
         sum(turn.env_s for turn in trajectory.turns),
+        trajectory.ended_at or None,
+        json.dumps(trajectory.sandboxes) if trajectory.sandboxes else None,
         time.time(),
         encode_trajectory(trajectory),
     )

@@ -57,6 +57,8 @@ class OpenPool(Protocol):
 
     def servers(self) -> Sequence[Any]: ...
 
+    def usage(self) -> Mapping[str, Any]: ...
+
 
 Listener = Callable[[object], None]
 _pools: list[weakref.ref[OpenPool]] = []

@@ -47,6 +47,16 @@ class Browser:
         self._call("Page.navigate", url=url)
         self.wait("document.readyState == 'complete'")
 
+    def visit(self, address: str, place: str, then: str) -> None:
+        """Open a deep link of the dashboard in a new page, and wait until ``then`` holds."""
+        self.open("about:blank")
+        self.open(f"{address}#/{place}")
+        self.wait(then)
+
+    def text(self, selector: str = "main") -> Any:
+        """Return the text of the first element that matches."""
+        return self.evaluate(f"document.querySelector({selector!r})?.innerText")
+
     def look(self, width: int, height: int, theme: str = "light") -> None:
         """Set the size of the window, and the theme (``light`` or ``dark``) that the system prefers."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -448,14 +448,19 @@ class _Run:
 
 
 def _engine_metrics(before: EngineStats, after: EngineStats, seconds: float) -> dict[str, float]:
-    prompt = after.prefilled_tokens - before.prefilled_tokens
-    reused = after.reused_tokens - before.reused_tokens
     return {
         "engine/busy_share": (after.busy_s - before.busy_s) / seconds,
         "engine/tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
-        "engine/reused_share": reused / (prompt + reused) if prompt + reused else 0.0,
+        "engine/reused_share": _reused_share(before, after),
         **_replica_metrics(before.engines, after.engines, seconds),
     }
+
+
+def _reused_share(before: EngineStats, after: EngineStats) -> float:
+    """Return the share of the prompt tokens that a prefix cache had."""
+    prompt = after.prefilled_tokens - before.prefilled_tokens
+    reused = after.reused_tokens - before.reused_tokens
+    return reused / (prompt + reused) if prompt + reused else 0.0
 
 
 def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats], seconds: float) -> dict[str, float]:
@@ -464,6 +469,8 @@ def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats]
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         metrics |= {
             f"engine/{index}/tokens_per_s": (new.generated_tokens - old.generated_tokens) / seconds,
+            f"engine/{index}/busy_share": (new.busy_s - old.busy_s) / seconds,
+            f"engine/{index}/reused_share": _reused_share(old, new),
             f"engine/{index}/in_flight": new.running + new.waiting,
             f"engine/{index}/version": new.version,
             f"engine/{index}/restarts": new.restarts,

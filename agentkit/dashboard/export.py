@@ -73,7 +73,7 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
 
 def _questions(run: Path, episodes: int) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield file name, question and arguments of each answer about a run."""
-    for question in ("metrics", "settings", "alerts", "episodes"):
+    for question in ("metrics", "settings", "alerts", "pipeline", "sandboxes", "episodes"):
         yield f"{question}.js", question, {}
     file = RunDirectory(run).episodes_file
     if not file.is_file():

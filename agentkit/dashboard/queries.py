@@ -33,11 +33,13 @@ _LONGEST_REASON = 300
 _TABLE = (
     "id", "step", "ending", "ending_reason", "group_id", "member", "attempt", "env_id", "seed", "version_started",
     "outcome", "reason", "success", "reward", "turns", "tokens", "action_tokens", "duration_s", "generate_s", "env_s",
+    "ended_at",
 )  # fmt: skip
 """Columns of the table of episodes, with the names of ``agentkit.records``."""
 _EXPRESSIONS = {
     "reason": f"substr(reason, 1, {_LONGEST_REASON})",
     **{name: f"round({name}, 4)" for name in ("reward", "duration_s", "generate_s", "env_s")},
+    "ended_at": "round(ended_at, 3)",
 }
 
 
@@ -124,7 +126,7 @@ def summary(path: Path) -> dict[str, Any]:
         version did not record it), ``alerts`` (the number of those that have not ended), and some settings.
     """
     run, settings = RunDirectory.open(path), read_settings(path)
-    events, lines = _records(run.events_file), _records(run.metrics_file)
+    events, lines = read_lines(run.events_file), read_lines(run.metrics_file)
     trained = [line for line in lines if "eval/success" not in line]
     status, error = status_of(events, bool(lines), run.in_use())
     evaluated, totals = evaluations(path), _totals(path)
@@ -239,7 +241,8 @@ def _select(path: Path, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return db.execute(query, values).fetchall()
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of metrics or events. Raises ``RunDirectoryError`` if it cannot be read."""
     try:
         return list(read_jsonl(file))
     except (OSError, ValueError) as error:
@@ -254,7 +257,7 @@ def metrics(path: Path) -> dict[str, Any]:
         None at steps that lack it; ``evaluations`` (see ``evaluations``).
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for line in _records(RunDirectory.open(path).metrics_file):
+    for line in read_lines(RunDirectory.open(path).metrics_file):
         by_step.setdefault(line["step"], {}).update(line)
     ordered = [by_step[step] for step in sorted(by_step)]
     names = sorted({name for line in ordered for name in line} - {"step", "time"})
@@ -268,7 +271,7 @@ def metrics(path: Path) -> dict[str, Any]:
 
 def alerts(path: Path) -> list[dict[str, Any]]:
     """Return the alerts of a run in the order in which they began (see ``agentkit.alerts.recorded_alerts``)."""
-    return recorded_alerts(_records(RunDirectory.open(path).events_file))
+    return recorded_alerts(read_lines(RunDirectory.open(path).events_file))
 
 
 def episode_table(path: Path, *, after: int = 0, at: float | None = None, count: int = 0) -> str:
@@ -316,7 +319,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
         text_of: decodes token ids; None if the tokenizer is unknown.
 
     Returns:
-        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``turns`` (with the fields of
+        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``sandboxes``, ``turns`` (with the fields of
         ``agentkit.types.Turn``), ``final_ids``, ``vocabulary`` (the text of each token id, or None) and ``group`` (ids
         of all attempts of its group, by member).
 
@@ -336,6 +339,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
             "system": trajectory.system,
             "rerendered": trajectory.rerendered,
             "metrics": trajectory.metrics,
+            "sandboxes": trajectory.sandboxes,
             "turns": [_turn(turn) for turn in trajectory.turns],
             "final_ids": trajectory.final_ids.tolist(),
             "vocabulary": None if text_of is None else {id: text_of([id]) for id in sorted(_ids(trajectory))},

@@ -51,6 +51,8 @@ trajectories = st.builds(
     metrics=st.dictionaries(texts, numbers, max_size=3),
     attempt=st.integers(0, 5),
     duration_s=numbers,
+    ended_at=numbers,
+    sandboxes=st.lists(st.tuples(texts, texts), max_size=3).map(tuple),
 )
 groups = st.builds(
     Group,

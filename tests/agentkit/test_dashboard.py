@@ -196,7 +196,7 @@ def test_the_table_begins_again_when_episodes_were_replaced(tmp_path: Path) -> N
 def test_records_of_format_1_are_read_and_continued(run: Path) -> None:
     file = run / "episodes.sqlite"
     with sqlite3.connect(file) as db:
-        for column in ("action_tokens", "generate_s", "env_s"):
+        for column in ("action_tokens", "generate_s", "env_s", "ended_at"):
             db.execute(f"alter table episodes drop column {column}")
         db.execute("pragma user_version = 1")
     db.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chromium import PROGRAM, REMEDY, Browser
-from dashboard_runs import episode, make_run, turn
+from dashboard_runs import HOSTILE, episode, make_run, turn
 from requiring import require
 
 from agentkit import records
@@ -24,10 +24,6 @@ from agentkit.records import Filter
 from agentkit.store import Recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-HOSTILE = (
-    "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
-    "\x1b]0;title\x07\x1b[2J \u202ereversed\u202c \ud800 \u2028 end"
-)
 FILTER = """(() => {
     const field = document.querySelector("input[aria-label=Return]"), began = performance.now();
     field.value = %s;

@@ -136,7 +136,7 @@ class RolloutLoop:
         return f"{finished} finished, {len(self._player.alive)} being played"
 
     def metrics(self) -> dict[str, float]:
-        """Return counts and means since the last call."""
+        """Return counts and means since the last call, and the numbers of groups in the gate now."""
         before, self._recoveries = self._recoveries, Counter()
         for (cause, _, _), number in self._pool.recoveries.recoveries.items():
             self._recoveries[name_of(cause)] += number
@@ -145,7 +145,8 @@ class RolloutLoop:
         if self._pool.source.recovery == "replay":
             recovered = {"rollout/env_replays": float(new.total())}
             recovered |= {f"rollout/env_replays/{cause}": float(number) for cause, number in new.items()}
-        return {**self._counters.snapshot(), **recovered, **self._sandboxes.metrics()}
+        gate = {"gate/running": float(len(self.gate.running)), "gate/ready": float(len(self.gate.ready))}
+        return {**self._counters.snapshot(), **gate, **recovered, **self._sandboxes.metrics()}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint between ``publish`` and ``next_batch``: JSON-able except for ``groups``.

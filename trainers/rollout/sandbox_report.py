@@ -18,6 +18,7 @@ from typing import Any
 
 from agentkit.errors import RunDirectoryError
 from agentkit.sandboxes import telemetry
+from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.recovery.record import Recovery, RecoveryLog
 from agentkit.sandboxes.tasks import stopped
 
@@ -90,28 +91,37 @@ def host_metrics(
     up: Mapping[str, bool],
     recovered: Mapping[str, int],
     steps: Mapping[str, Sequence[float]],
+    usage: Mapping[str, HostUsage],
 ) -> dict[str, float]:
-    """Return the metrics of each host; none if there is only one.
+    """Return the metrics of each host.
 
     Args:
         sandboxes: number of sandboxes of each host.
         up: whether each known server takes new sandboxes.
         recovered: number of recoveries of targets that were on each host.
         steps: seconds of each step of an environment there; their median is a metric from ``STEPS_OF_HOST`` steps on.
+        usage: what of each host was in use, where it is known.
     """
-    hosts = {*sandboxes, *up, *recovered, *steps}
-    if len(hosts) < 2:
-        return {}
+    hosts = {*sandboxes, *up, *recovered, *steps, *usage}
     medians = {host: statistics.median(some) for host, some in steps.items() if len(some) >= STEPS_OF_HOST}
-    return {f"sandbox/host/{host}/step_s": seconds for host, seconds in medians.items()} | {
-        f"sandbox/host/{host}/{name}": float(value)
-        for host in sorted(hosts)
-        for name, value in (
-            ("sandboxes", sandboxes.get(host, 0)),
-            ("recoveries", recovered.get(host, 0)),
-            ("up", up.get(host, True)),
-        )
+    used = {
+        f"sandbox/host/{host}/{name}": float(getattr(usage[host], name))
+        for host in sorted(usage)
+        for name in ("cpu", "memory", "disk")
     }
+    return (
+        {f"sandbox/host/{host}/step_s": seconds for host, seconds in medians.items()}
+        | used
+        | {
+            f"sandbox/host/{host}/{name}": float(value)
+            for host in sorted(hosts)
+            for name, value in (
+                ("sandboxes", sandboxes.get(host, 0)),
+                ("recoveries", recovered.get(host, 0)),
+                ("up", up.get(host, True)),
+            )
+        }
+    )
 
 
 def incidents(records: Iterable[object]) -> list[tuple[str, dict[str, Any]]]:
@@ -221,8 +231,10 @@ class SandboxReport:
         recovered = Counter(recovery.host for recovery in tally.recoveries)
         up = {host: state == "up" for host, state in self._host_states.items()}
         sandboxes: Counter[str] = Counter()
+        usage: dict[str, HostUsage] = {}
         for pool in pools:
             sandboxes.update(pool.hosts())
+            usage.update(pool.usage())
         metrics = {
             **_states(pools),
             "sandbox/spares": self._spares(),
@@ -230,7 +242,7 @@ class SandboxReport:
             **tally_metrics(tally),
             "sandbox/hedges": self._hedged - before[0],
             "sandbox/hedges_won": self._won - before[1],
-            **host_metrics(sandboxes, up, recovered, tally.steps),
+            **host_metrics(sandboxes, up, recovered, tally.steps, usage),
         }
         return {name: float(value) for name, value in metrics.items()}
 

@@ -1,7 +1,7 @@
 // One episode: conversation, tokens, and its group.
 
 import { ask, drawnPage } from "./data.js";
-import { badge, block, count, duration, facts, h, line, number, safe } from "./dom.js";
+import { badge, block, count, duration, facts, h, line, number, plain, safe } from "./dom.js";
 import { lastList } from "./episodes.js";
 import { groupView } from "./group.js";
 import { change, go, link, route } from "./state.js";
@@ -86,6 +86,8 @@ export class Episode {
         episode.attempt ? ["Attempt", String(episode.attempt + 1)] : null,
         ["Tokens", `${count(episode.tokens)}, ${count(episode.action_tokens)} of answers`],
         ["Duration", duration(episode.duration_s)],
+        episode.sandboxes.length ? ["Sandbox", episode.sandboxes.flatMap(([host, sandbox], index) =>
+          [index ? " → " : "", h("a", { href: link("sandboxes", { run, box: sandbox }), title: plain(host) }, line(sandbox, 60))])] : null,
         ...Object.entries(episode.metrics).map(([name, value]) => [line(name), number(value)]),
       ]),
       h("div", { class: "shares" }, share(episode.generate_s, "generation", "generation"), share(episode.env_s, "environment", "environment"), share(waiting, "waiting", "waiting")),

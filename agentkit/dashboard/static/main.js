@@ -5,14 +5,16 @@ import { h } from "./dom.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
 import { Overview } from "./overview.js";
+import { Pipeline } from "./pipeline.js";
+import { Sandboxes } from "./sandboxes.js";
 import { go, link, route } from "./state.js";
 
 const EVERY_MS = 3000;
-const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode };
+const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode, pipeline: Pipeline, sandboxes: Sandboxes };
 const THEMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const KEYS = [
-  ["o", "overview"], ["e", "episodes"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
-  ["n / p", "next, previous episode"], ["1 2 3", "conversation, tokens, group"], ["← →", "previous, next token"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
+  ["o", "overview"], ["e", "episodes"], ["g", "pipeline"], ["s", "sandboxes"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
+  ["n / p", "next, previous episode"], ["1 2 3", "parts of the view"], ["← →", "previous, next token or step"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
 ];
 
 const root = document.getElementById("view");
@@ -25,10 +27,11 @@ let lastAnswer = "";
 
 function drawHeader() {
   const { view } = route();
-  const tab = (name, text) => h("a", { href: link(name), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
+  const run = ofOneRun();
+  const tab = (name, text) => h("a", { href: link(name, name === "overview" ? {} : { run }), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
   document.getElementById("top").replaceChildren(
     h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
-    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes")),
+    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline"), tab("sandboxes", "Sandboxes")),
     h("div", { class: "spring" }), status, theme, h("button", { onclick: () => help.showModal(), title: "Keys (?)" }, "?"));
 }
 
@@ -88,6 +91,12 @@ async function repeat() {
   setTimeout(repeat, EVERY_MS);
 }
 
+/** The run of the view; null in the overview, whose address names those that are selected. */
+function ofOneRun() {
+  const { view, params } = route();
+  return view === "overview" ? null : params.get("run");
+}
+
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") {
@@ -99,7 +108,9 @@ function onKey(event) {
   if (event.target.matches?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
   const actions = {
     o: () => go("overview"),
-    e: () => go("episodes", { run: route().params.get("run") }),
+    e: () => go("episodes", { run: ofOneRun() }),
+    g: () => go("pipeline", { run: ofOneRun() }),
+    s: () => go("sandboxes", { run: ofOneRun() }),
     t: nextTheme,
     "?": () => help.showModal(),
     "/": () => root.querySelector("[data-search]")?.focus(),

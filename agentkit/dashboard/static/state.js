@@ -32,3 +32,10 @@ export function change(values) {
   const query = params.toString();
   history.replaceState(null, "", `#/${view}${query ? `?${query}` : ""}`);
 }
+
+/** The run that the address names, or else the one that was updated last; undefined if there is none. */
+export function shownRun(runs) {
+  const named = runs.find((run) => run.name === route().params.get("run"));
+  const readable = runs.filter((run) => run.status !== "unreadable");
+  return named ?? readable.sort((a, b) => (b.updated ?? 0) - (a.updated ?? 0))[0] ?? runs[0];
+}
