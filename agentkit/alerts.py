@@ -42,8 +42,12 @@ SHARE_STEPS, SHARE_EPISODES = 5, 64
 ABORTED = 0.05
 WITHOUT_SIGNAL = 0.5
 NOTHING_LEFT = 0.98
-"""Share of groups without signal from which a policy that succeeds in most episodes has nothing left to learn. Below,
-such groups are mostly solved tasks: a run that learns gets there."""
+"""Share of groups without signal from which a run cannot learn. Below, a policy that succeeds in most episodes has such
+groups because it solves their tasks: a run that learns gets there."""
+PROGRESS_STEPS = 40
+"""Steps in which a run with many groups without signal shows whether the others are enough for it: its return rises.
+With tasks of different difficulty, more than half of the groups may have no signal for the whole of a run that learns,
+and its return may fall for some 20 steps before it rises."""
 TRUNCATED = 0.25
 
 DRIFT_STEPS = 3
@@ -196,6 +200,13 @@ def _with_prefix(rows: Iterable[Row], prefix: str) -> Counter[str]:
     return sums
 
 
+def _rises(rows: Sequence[Row]) -> bool:
+    """Return whether the mean return of the later half of some steps is above that of the earlier half."""
+    half = len(rows) // 2
+    earlier, later = (_mean_of_episodes(part, "rollout/return_mean") for part in (rows[:half], rows[half:]))
+    return earlier is not None and later is not None and later > earlier
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -287,12 +298,17 @@ def _aborts(rows: Sequence[Row]) -> Iterator[Alert]:
 def _no_signal(rows: Sequence[Row]) -> Iterator[Alert]:
     recent = _share_rows(rows)
     flat, success = (_mean_of_episodes(recent, f"rollout/{name}") for name in ("zero_signal_share", "success"))
-    if flat is None or flat <= WITHOUT_SIGNAL:
+    if flat is None:
         return
     solved = success is not None and success >= 0.5
-    if solved and flat < NOTHING_LEFT:
-        return
-    text = f"{_percent(flat)} of the groups of the last {len(recent)} steps had no learning signal"
+    progress = ""
+    if flat < NOTHING_LEFT:
+        recent = rows[-PROGRESS_STEPS:]
+        flat, success = (_mean_of_episodes(recent, f"rollout/{name}") for name in ("zero_signal_share", "success"))
+        if solved or len(recent) < PROGRESS_STEPS or flat is None or flat <= WITHOUT_SIGNAL or _rises(recent):
+            return
+        progress = ", while the mean return did not rise"
+    text = f"{_percent(flat)} of the groups of the last {len(recent)} steps had no learning signal{progress}"
     text += "" if success is None else f", and {_percent(success)} of the episodes succeeded"
     if solved:
         cause = "the policy solves these tasks, so the members of nearly every group earn the same"

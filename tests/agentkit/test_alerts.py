@@ -14,6 +14,7 @@ from agentkit.alerts import (
     CALM_STEPS,
     EARLIER_STEPS,
     MOST_KL,
+    PROGRESS_STEPS,
     SHARE_STEPS,
     WINDOW,
     Alert,
@@ -85,7 +86,7 @@ def test_there_is_no_alert_without_metrics() -> None:
         ({"gate/voided": 8.0, "gate/voided/EnvTimeout": 8.0}, "aborts episodes", ["11 %", "EnvTimeout", "env check"]),
         ({"gate/dropped": 9.0, "gate/dropped/stale": 9.0}, "aborts episodes", ["13 %", "too old", "async_ratio"]),
         ({"rollout/aborted_turns": 48.0}, "aborts answers", ["11 %", "in_flight: continue"]),
-        ({"rollout/zero_signal_share": 0.6, "rollout/success": 0.1}, "no_signal groups", ["60 %", "10 %", "easier"]),
+        ({"rollout/zero_signal_share": 1.0, "rollout/success": 0.1}, "no_signal groups", ["100 %", "10 %", "easier"]),
         ({"rollout/zero_signal_share": 1.0, "rollout/success": 1.0}, "no_signal groups", ["100 %", "harder tasks"]),
         ({"rollout/context_truncated": 20.0}, "truncated episodes", ["31 %", "engine.max_context"]),
         ({"rollout/cut_answers": 0.3}, "truncated answers", ["30 %", "rollout.max_tokens"]),
@@ -149,11 +150,21 @@ def test_batches_that_are_mostly_ready_at_once_may_take_a_small_part_of_a_step()
 
 def test_groups_without_signal_are_no_fault_where_they_are_solved_tasks() -> None:
     learned = {"rollout/zero_signal_share": 0.9, "rollout/success": 0.93}
-    assert find_alerts(steps(20, **learned)) == []
-    half = {"rollout/zero_signal_share": 0.49, "rollout/success": 0.2}
-    assert find_alerts(steps(20, **half)) == []
-    unknown = {"rollout/zero_signal_share": 0.6, "rollout/success": None}
-    assert names(find_alerts(steps(20, **unknown))) == [("no_signal", "groups")]
+    assert find_alerts(steps(WINDOW, **learned)) == []
+
+
+def test_groups_without_signal_are_no_fault_while_the_others_are_enough() -> None:
+    def run(count: int, flat: float, rise: float, success: float | None = 0.2) -> list[dict[str, Any]]:
+        changes = {"rollout/zero_signal_share": flat, "rollout/success": success}
+        return [{**row, "rollout/return_mean": 0.2 + rise * row["step"]} for row in steps(count, **changes)]
+
+    assert find_alerts(run(PROGRESS_STEPS - 1, 0.6, -0.001)) == []
+    (alert,) = find_alerts(run(PROGRESS_STEPS, 0.6, -0.001))
+    assert f"60 % of the groups of the last {PROGRESS_STEPS} steps" in alert.text
+    assert "did not rise" in alert.text
+    assert find_alerts(run(WINDOW, 0.6, 0.001)) == []
+    assert find_alerts(run(WINDOW, 0.49, -0.001)) == []
+    assert names(find_alerts(run(WINDOW, 0.6, 0.0, success=None))) == [("no_signal", "groups")]
 
 
 def test_shares_need_steps_and_episodes() -> None:
