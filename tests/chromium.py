@@ -11,8 +11,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from requiring import require
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REMEDY = "apt-get install chromium"
@@ -117,3 +121,19 @@ class Browser:
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
+
+
+@pytest.fixture(scope="session")
+def one_browser() -> Iterator[Browser]:
+    """The browser of all tests."""
+    require(PROGRAM is not None, REMEDY)
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(one_browser: Browser) -> Browser:
+    """A browser with a wide window and the light theme."""
+    one_browser.look(1440, 900)
+    return one_browser

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentkit import records
@@ -88,7 +88,7 @@ def _questions(run: Path, episodes: int) -> Iterator[tuple[str, str, dict[str, s
 
 def _page(answers: Answers) -> Iterator[tuple[str, bytes]]:
     pages = static_files()
-    modules = {name: content.decode() for name, content in pages.items() if name.endswith(".js") and "/" not in name}
+    modules = modules_of(pages)
     for name, content in pages.items():
         if name not in modules and name != "index.html":
             yield name, content
@@ -102,6 +102,11 @@ def _page(answers: Answers) -> Iterator[tuple[str, bytes]]:
     folders = {name: f"data/{number}" for number, name in enumerate(answers.runs)}
     content = {"folders": folders, "answers": {"data/runs.js": runs}}
     yield "copy.js", f"globalThis.agentkitCopy = {json.dumps(content)};\n".encode()
+
+
+def modules_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the page's own modules among its files."""
+    return {name: content.decode() for name, content in files.items() if name.endswith(".js") and "/" not in name}
 
 
 def joined(modules: dict[str, str]) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import PROGRAM, REMEDY, Browser
+from chromium import Browser
 from dashboard_runs import HOSTILE, episode, make_pipeline_run, make_run
-from requiring import require
 
 from agentkit import records
 from agentkit.dashboard.export import export
@@ -20,15 +19,6 @@ from agentkit.store import Recorder
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LANES = "document.querySelectorAll('.lanes a.run').length"
 CHARTS = "document.querySelectorAll('.chart:not([hidden]) canvas').length"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    require(PROGRAM is not None, REMEDY)
-    browser = Browser()
-    browser.look(1440, 900)
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ export class Episode {
     if (address !== location.hash) return;
     const drawn = (state, alt) => {
       if (pictures[state]) return h("img", { class: "picture", src: pictures[state], alt });
-      return state < pages && h("iframe", { class: "picture", src: drawnPage(run, episode.id, state), title: alt, sandbox: "", loading: "lazy" });
+      return state < pages && h("iframe", { class: "picture", ...drawnPage(run, episode.id, state), title: alt, sandbox: "", loading: "lazy" });
     };
     this.body.querySelectorAll(".message.user").forEach((message, index) => message.prepend(drawn(index, `State before turn ${index + 1}`) || ""));
     const last = drawn(episode.turns.length, "Last state");
