@@ -1,7 +1,7 @@
 // Alerts of runs: what is wrong, its likely cause, and what to do.
 
 import { ask } from "./data.js";
-import { badge, count, h, line, safe } from "./dom.js";
+import { badge, count, h, line, safe, unseen } from "./dom.js";
 import { link } from "./state.js";
 
 const TITLES = { slow_phase: "Slow phase", aborts: "Aborts", no_signal: "No learning signal", truncated: "Truncated",
@@ -26,8 +26,8 @@ export async function alertsOf(runs, colour) {
     (await ask("alerts", { run: run.name })).map((alert) => ({ run, ...alert }))));
   const alerts = lists.flat().sort((a, b) => (a.ended !== null) - (b.ended !== null) || b.time - a.time);
   if (!alerts.length) return h("p", { class: "empty" }, "The selected runs have had no alert.");
-  const names = [["", ""], ["Run", ""], ["Alert", ""], ["Steps", "num"], ["What is wrong, why, and what to do", ""]];
-  return h("div", { class: "scroll free" }, h("table", { class: "grid alertlist" },
+  const names = [[unseen("Colour"), ""], ["Run", ""], ["Alert", ""], ["Steps", "num"], ["What is wrong, why, and what to do", ""]];
+  return h("div", { class: "scroll free", tabindex: 0 }, h("table", { class: "grid alertlist" },
     h("thead", null, h("tr", null, names.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name)))),
     h("tbody", null, alerts.map((alert) => h("tr", { class: alert.ended === null ? "open" : null },
       h("td", null, h("i", { class: "dot", style: { background: colour(alert.run.name) } })),

@@ -48,7 +48,7 @@ export class Episode {
     this.run = run;
     this.before = place > 0 ? ids[place - 1] : null;
     this.after = place >= 0 && place + 1 < ids.length ? ids[place + 1] : null;
-    const step = (id, text) => h("a", { class: "button", href: id === null ? null : link("episode", { run, id, part }), "aria-disabled": id === null }, text);
+    const step = (id, text) => h("a", { class: "button", href: id === null ? null : link("episode", { run, id, part }), "aria-disabled": id === null ? "true" : null }, text);
     const head = h("div", { class: "bar" },
       h("a", { href: link("episodes", { run }), class: "crumb" }, line(run)),
       h("h1", null, `Episode ${episode.id}`), badge(episode.ending), episode.ending_reason ? h("small", null, line(episode.ending_reason)) : null,

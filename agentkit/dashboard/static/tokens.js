@@ -68,7 +68,7 @@ export class TokenView {
     for (const token of shown.slice(0, this.limit ?? PAGE)) {
       if (token.turn !== turn) {
         turn = token.turn;
-        nodes.push(h("h3", { class: "turn" }, turn < this.episode.turns.length ? `Turn ${turn + 1}` : "Last observation"));
+        nodes.push(h("h2", { class: "turn" }, turn < this.episode.turns.length ? `Turn ${turn + 1}` : "Last observation"));
       }
       const background = token.action ? colour(token) : null;
       nodes.push(h("span", { class: token.action ? "token" : "token prompt", "data-index": token.index, style: background ? { background } : null }, pieces(token.text)));
@@ -168,7 +168,7 @@ function scale(measure, acted) {
     const [low, high] = extremes(measure, acted);
     return (token) => (present(token[measure]) ? `rgb(122 91 214 / ${(0.05 + 0.6 * (token[measure] - low) / (high - low || 1)).toFixed(3)})` : null);
   }
-  if (measure === "logprob") return (token) => `rgb(226 113 29 / ${Math.min(0.75, -token.logprob / 4).toFixed(3)})`;
+  if (measure === "logprob") return (token) => `rgb(226 113 29 / ${Math.min(0.6, -token.logprob / 5).toFixed(3)})`;
   if (measure === "version") {
     const versions = [...new Set(acted.map((token) => token.version))].sort((a, b) => a - b);
     return (token) => `hsl(${Math.round((versions.indexOf(token.version) * 137.5 + 215) % 360)} 65% 55% / 0.35)`;
