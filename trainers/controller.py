@@ -23,7 +23,7 @@ from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, PluginError, RoleError
 from agentkit.jsonl import read_jsonl
 from agentkit.progress import View
-from agentkit.records import EVALUATION
+from agentkit.records import EVALUATION, TokenCredit
 from agentkit.results import EvalResult, RunResult
 from agentkit.run_directory import RunDirectory
 from agentkit.sandboxes.backoff import RestartLimit
@@ -31,12 +31,12 @@ from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
 from agentkit.trainers import checkpoint, imitation
 from agentkit.trainers.algorithms.signal import missing_signal
-from agentkit.trainers.batch import flatten
+from agentkit.trainers.batch import Batch, flatten, per_episode
 from agentkit.trainers.inference.base import EngineStats
 from agentkit.trainers.roles import Roles, start_roles
 from agentkit.trainers.rollout.evaluation import evaluate, evaluation_metrics
 from agentkit.trainers.rollout.loop import RolloutLoop
-from agentkit.types import Trajectory
+from agentkit.types import FloatArray, Trajectory
 
 T = TypeVar("T")
 
@@ -296,7 +296,9 @@ class _Run:
             return False
         got = time.monotonic()
         with progress.work(f"{label}: training", detail=self.loop.under_way):
-            metrics = await self.roles.train(flatten(groups), self.step)
+            batch = flatten(groups)
+            metrics = await self.roles.train(batch, self.step)
+            credit = await self.roles.learner.token_credit()
             weights = await self.roles.stage(self.step + 1)
             trained = time.monotonic()
             await self.loop.publish(weights)
@@ -313,6 +315,7 @@ class _Run:
             "time/step": ended - began,
             "learner/idle_share": (got - began) / (ended - began),
         }
+        self._record_credit(batch, credit)
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
         self.callbacks.step(self.step, metrics)
@@ -336,6 +339,11 @@ class _Run:
         for alert in ended:
             self.recorder.event(alerts.ENDED, name=alert.name, subject=alert.subject, step=self.step, began=alert.step)
             self.view.message(f"step {self.step}: the alert of step {alert.step} has ended ({alert.text})")
+
+    def _record_credit(self, batch: Batch, credit: Mapping[str, FloatArray]) -> None:
+        """Record what the learner gave each token of a batch."""
+        episodes = zip(batch.group_ids.tolist(), batch.members.tolist(), per_episode(batch, credit), strict=True)
+        self.recorder.credit([TokenCredit(self.step, group, member, columns) for group, member, columns in episodes])
 
     async def _report_heads(self) -> None:
         """Record the layers and heads whose attention gives credit, when they change."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentkit.dashboard import queries
-from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.credit import token_credit
 from agentkit.dashboard.drawings import draw_episode, drawing_of
 from agentkit.dashboard.pipeline import pipeline
 from agentkit.dashboard.sandboxes import sandboxes
@@ -49,7 +49,7 @@ class Answers:
             "episode": self._episode,
             "readings": self._readings,
             "drawings": lambda asked: queries.to_json(draw_episode(self._run(asked), _number(asked, "id"))),
-            "advantages": lambda asked: queries.to_json(token_advantages(self._run(asked), _number(asked, "id"))),
+            "credit": lambda asked: queries.to_json(finite(token_credit(self._run(asked), _number(asked, "id")))),
         }
 
     def answer(self, question: str, asked: Mapping[str, str]) -> str:
@@ -57,7 +57,7 @@ class Answers:
 
         Args:
             question: ``runs``, ``settings``, ``metrics``, ``alerts``, ``pipeline``, ``sandboxes``, ``episodes``,
-                ``episode``, ``advantages``, ``drawings`` or ``readings``.
+                ``episode``, ``credit``, ``drawings`` or ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 

@@ -72,7 +72,7 @@ def episode_page(path: Path, number: int) -> str:
     pages: dict[str, str] = {}
     group = json.loads(answers.answer("episode", {"run": name, "id": str(number)}))["group"]
     for id in group:
-        for question in ("episode", "advantages", "drawings"):
+        for question in ("episode", "credit", "drawings"):
             known[f"data/0/{question}-{id}.js"] = json.loads(answers.answer(question, {"run": name, "id": str(id)}))
         for state, page in enumerate(drawing_of(run, id).pages):
             pages[f"data/0/page-{id}-{state}.html"] = page

@@ -82,7 +82,7 @@ def _questions(run: Path, episodes: int) -> Iterator[tuple[str, str, dict[str, s
         endings = [ending for (ending,) in db.execute("select distinct ending from episodes")]
     for ending in endings:
         for row in records.list_episodes(file, records.Filter(ending=ending), last=episodes) if episodes else ():
-            for question in ("episode", "advantages", "drawings"):
+            for question in ("episode", "credit", "drawings"):
                 yield f"{question}-{row.id}.js", question, {"id": str(row.id)}
 
 

@@ -204,7 +204,7 @@ def verdict(recent: Record) -> str:
     if not seconds:
         return ""
     waits = learner["waiting"] / seconds
-    text = f"The learner waits for episodes in {100 * waits:.0f} % of its time"
+    text = f"Within steps, the learner waits for episodes in {100 * waits:.0f} % of its time"
     if waits < _LITTLE:
         ready = recent["ready"]
         return f"{text}, so it sets the pace" + (

@@ -29,7 +29,7 @@ from agentkit import records
 from agentkit.cli import app
 from agentkit.dashboard import queries
 from agentkit.dashboard.answers import Answers
-from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.credit import token_credit
 from agentkit.dashboard.drawings import draw_episode
 from agentkit.dashboard.export import export, joined
 from agentkit.dashboard.server import Dashboard, static_files
@@ -244,19 +244,19 @@ def test_advantages_are_those_of_the_batch(run: Path) -> None:
     for row, reward in zip(rows, returns, strict=False):
         expected = (reward - returns.mean()) / (returns.std(ddof=1) + 1e-6)
         _, trajectory = records.read_episode(run / "episodes.sqlite", row.id)
-        found = token_advantages(run, row.id)
+        found = token_credit(run, row.id)
         assert found["advantages"] == pytest.approx([expected] * trajectory.num_action_tokens)
-    assert set(token_advantages(run, rows[3].id)["advantages"]) == {0.0}  # its group has equal returns
+    assert set(token_credit(run, rows[3].id)["advantages"]) == {0.0}  # its group has equal returns
 
 
 def test_missing_advantages_say_why(run: Path, tmp_path: Path) -> None:
     evaluated = records.list_episodes(run / "episodes.sqlite", Filter(ending="eval"))[0].id
-    assert "was not trained on" in token_advantages(run, evaluated)["note"]
+    assert "was not trained on" in token_credit(run, evaluated)["note"]
     settings = ["algorithm.advantage=gae", "critic={count: 2}"]
     directory = make_run(tmp_path / "critics", settings=settings)
     directory.release()
     trained = records.list_episodes(directory.episodes_file, Filter(ending="trained"))[0].id
-    assert "values of a critic" in token_advantages(directory.path, trained)["note"]
+    assert "values of a critic" in token_credit(directory.path, trained)["note"]
 
 
 def test_a_damaged_run_does_not_hide_the_others(run: Path) -> None:

@@ -22,10 +22,10 @@ export class Episode {
     const [run, id] = [params.get("run"), params.get("id")];
     if (this.address === location.hash) return;
     const address = this.address = location.hash;
-    const nothing = (error) => ({ advantages: null, policy_weight: null, note: error.message });
+    const nothing = (error) => ({ advantages: null, values: [], note: error.message });
     try {
-      const [episode, advantages] = await Promise.all([this.load("episode", run, id), this.load("advantages", run, id).catch(nothing)]);
-      if (address === location.hash) this.draw(run, episode, advantages);
+      const [episode, credit] = await Promise.all([this.load("episode", run, id), this.load("credit", run, id).catch(nothing)]);
+      if (address === location.hash) this.draw(run, episode, credit);
     } catch (error) {
       if (address !== location.hash) return;
       this.address = null; // ask again at the next update
@@ -41,7 +41,7 @@ export class Episode {
     return answer;
   }
 
-  draw(run, episode, advantages) {
+  draw(run, episode, credit) {
     const part = route().params.get("part") ?? "";
     const ids = lastList.run === run ? lastList.ids : [];
     const place = ids.indexOf(episode.id);
@@ -61,7 +61,7 @@ export class Episode {
     this.tokens?.destroy();
     this.tokens = null;
     if (part === "tokens") {
-      this.tokens = new TokenView(this.body, run, episode, advantages);
+      this.tokens = new TokenView(this.body, run, episode, credit);
     } else if (part === "group") {
       this.drawGroup(run, episode);
     } else {
