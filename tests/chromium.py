@@ -94,7 +94,9 @@ class Browser:
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+        """Write a picture of the window, as PNG or WebP according to the name."""
+        kind = {"format": "webp", "quality": 80} if path.suffix == ".webp" else {"format": "png"}
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **kind)["data"]))
 
     def close(self) -> None:
         self._process.kill()
