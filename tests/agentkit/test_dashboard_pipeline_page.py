@@ -88,6 +88,7 @@ def test_the_gate_and_the_engines(browser: Browser, address: str) -> None:
     assert "4 of 7 groups: in 1 every episode succeeded, in 3 none." in shown
     rows = browser.evaluate("[...document.querySelectorAll('.grid tbody tr')].map(e => e.innerText)")
     assert rows[:3] == ["0\t50.0 %\t", "1\t33.3 %\t", "2\t16.7 %\t"]
+    assert browser.text(".silent") == "step 3 had no signal: all returns are equal"
     assert rows[4] == "dropped\tzero_signal\t2\t13.3 %\t5\t2.0 s"
     browser.press("3")
     browser.wait("document.querySelector('main').innerText.includes('Nodes')")

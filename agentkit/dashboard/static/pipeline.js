@@ -206,7 +206,8 @@ export class Pipeline {
   // --- gate
 
   gate() {
-    const { gate, staleness, endings, groups } = this.found;
+    const { gate, staleness, endings, groups, events } = this.found;
+    const silent = events.filter((event) => event.event === "no_signal").reverse();
     const run = this.run.name;
     const all = endings.reduce((sum, one) => sum + one.episodes, 0);
     const largest = Math.max(...staleness, 1e-9);
@@ -229,6 +230,8 @@ export class Pipeline {
       groups.latest.length ? grid(["Step", "Group", "Use", "Return", "Succeeded"], groups.latest.map((one) => [
         [count(one.step), "num"], [h("a", { href: link("episodes", { run, group_id: one.group_id }) }, String(one.group_id)), "num"], [badge(one.ending)],
         [number(one.return), "num"], [`${one.solved} of ${one.episodes}`, "num"]])) : null,
+      silent.length ? h("h2", null, "Steps without signal") : null,
+      silent.length ? h("ul", { class: "silent" }, silent.map((event) => h("li", null, line(event.text, 300)))) : null,
     ].filter(Boolean);
   }
 
