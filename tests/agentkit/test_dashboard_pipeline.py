@@ -65,7 +65,8 @@ def test_time_between_two_sessions_is_not_the_learners() -> None:
     recent = asked.shares(steps, lines, [0.0, 90.0])
     assert recent["learner"] == pytest.approx({"waiting": 0.3, "training": 3.0, "publishing": 2.7, "other": 1.0})
     assert (recent["episodes"], recent["engines"], recent["ready"]) == (None, None, None)
-    assert asked.verdict(recent) == "Within steps, the learner waits for episodes in 5 % of its time, so it sets the pace."
+    expected = "Within steps, the learner waits for episodes in 5 % of its time, so it sets the pace."
+    assert asked.verdict(recent) == expected
     assert asked.verdict(asked.shares({name: [] for name in steps}, [], [])) == ""
 
 
