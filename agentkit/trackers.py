@@ -143,7 +143,7 @@ class WandbTracker:
     def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         import wandb
 
-        rows = [[one.seed, one.reward, one.success, len(one.turns), episode_text(one)] for one in episodes]
+        rows: list[Any] = [[one.seed, one.reward, one.success, len(one.turns), episode_text(one)] for one in episodes]
         table = wandb.Table(columns=["seed", "return", "success", "turns", "episode"], data=rows)
         self._run.log({"step": step, "eval/episodes": table})
 
