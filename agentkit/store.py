@@ -25,6 +25,8 @@ __all__ = ["Recorder", "decode_group", "encode_group"]
 
 _COMMIT_EVERY_S = 0.5
 _BATCH = 256
+_SAMPLES = 4
+"""Episodes of each evaluation that trackers receive."""
 _QUEUE_LENGTH = 8192
 """Maximum length of the queue; callers wait when it is full, because the disk is slower than the run."""
 _TIMEOUT_S = 120.0
@@ -51,6 +53,10 @@ class Recorder:
     def episode(self, step: int, trajectory: Trajectory, ending: str, reason: str = "") -> None:
         """Write a trajectory, which must not change afterwards; ``step`` is the training step in progress."""
         self._hand_over("episode", records.PendingEpisode(step, trajectory, ending, reason))
+
+    def credit(self, credit: Sequence[records.TokenCredit]) -> None:
+        """Write what the learner gave the tokens of the episodes of a batch; the arrays must not change afterwards."""
+        self._hand_over("credit", credit)
 
     def begin_evaluation(self, step: int) -> None:
         """Remove the episodes and metrics of an earlier evaluation of ``step``, which is repeated."""
@@ -131,6 +137,7 @@ class _Writer:
         self._trackers = list(trackers)
         self._pending: list[records.PendingEpisode] = []
         self._commit_at = 0.0
+        self._samples: list[Trajectory] = []
 
     def seconds_to_commit(self) -> float | None:
         """Return seconds until the next commit; None if nothing is pending."""
@@ -139,6 +146,9 @@ class _Writer:
     def metrics(self, step: int, values: dict[str, float], now: float) -> None:
         self._metrics.write({"step": step, "time": now, **values})
         self._each_tracker("log", step, values)
+        if self._samples and "eval/success" in values:
+            self._each_tracker("log_episodes", step, self._samples)
+            self._samples = []
 
     def event(self, kind: str, fields: dict[str, Any], now: float) -> None:
         self._events.write({"event": kind, "time": now, **fields})
@@ -147,10 +157,17 @@ class _Writer:
         if not self._pending:
             self._commit_at = time.monotonic() + _COMMIT_EVERY_S
         self._pending.append(episode)
+        played = episode.ending == records.EVALUATION and episode.trajectory.outcome != "voided"
+        if played and self._trackers and len(self._samples) < _SAMPLES:
+            self._samples.append(episode.trajectory)
         if len(self._pending) >= _BATCH or time.monotonic() >= self._commit_at:
             self.commit()
 
+    def credit(self, credit: Sequence[records.TokenCredit]) -> None:
+        records.insert_credit(self._database, credit)
+
     def begin_evaluation(self, step: int) -> None:
+        self._samples = []
         self.commit()
         self._metrics.keep(lambda record: record["step"] != step or "eval/success" not in record)
         records.delete_evaluation(self._database, step)

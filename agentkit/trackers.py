@@ -6,20 +6,29 @@ Invariant: importing this module needs neither. A tracker that cannot start rais
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentkit.config import RunConfig
 from agentkit.errors import ConfigError
 from agentkit.run_directory import RunDirectory
+from agentkit.text import printable
+from agentkit.types import Trajectory
+
+_LONGEST_TEXT = 10_000
+"""Characters of an episode that trackers receive; the page and `agentkit show` have the complete text."""
 
 
 class Tracker(Protocol):
-    """Receiver of metrics. Called from one thread, in the order of steps."""
+    """Receiver of metrics and sample episodes. Called from one thread, in the order of steps."""
 
     name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        """Show a few episodes of the evaluation after ``step`` as text."""
+        ...
 
     def rollback(self, step: int) -> None:
         """Hide metrics logged after ``step`` by an earlier process. Called at most once, before the first ``log``."""
@@ -40,6 +49,17 @@ def open_trackers(config: RunConfig, directory: RunDirectory) -> list[Tracker]:
             tracker.close()
         raise
     return trackers
+
+
+def episode_text(episode: Trajectory) -> str:
+    """Return observations, answers and rewards of an episode as text with control characters as escapes."""
+    solved = "solved" if episode.success else "not solved"
+    parts = [f"{episode.env_id}, seed {episode.seed}: return {episode.reward:g}, {solved}, {episode.outcome}"]
+    for number, turn in enumerate(episode.turns, 1):
+        parts += [f"--- turn {number}: observation", turn.observation]
+        parts += [f"--- turn {number}: answer, reward {turn.reward:g}", turn.response]
+    text = printable("\n".join(parts))
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def _not_installed(name: str) -> ConfigError:
@@ -68,6 +88,12 @@ class TensorBoardTracker:
         axis = int(metrics.get("imitation/updates", step))
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, axis)
+        self._writer.flush()
+
+    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        # TensorBoard renders Markdown, in which indented lines are code: markup in them has no effect.
+        texts = ("\n".join(f"    {line}" for line in episode_text(one).splitlines()) for one in episodes)
+        self._writer.add_text("eval/episodes", "\n\n---\n\n".join(texts), step)
         self._writer.flush()
 
     def rollback(self, step: int) -> None:
@@ -113,6 +139,13 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
+
+    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        import wandb
+
+        rows: list[Any] = [[one.seed, one.reward, one.success, len(one.turns), episode_text(one)] for one in episodes]
+        table = wandb.Table(columns=["seed", "return", "success", "turns", "episode"], data=rows)
+        self._run.log({"step": step, "eval/episodes": table})
 
     def rollback(self, step: int) -> None:
         """Do nothing: W&B keeps what it received; repeated steps appear beside it on the axis ``step``."""

@@ -20,6 +20,9 @@ from agentkit.tool_calls import ToolCall
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+Places = tuple[tuple[str, str], ...]
+"""Sandboxes, as host and id, in the order of use."""
+
 VersionRuns = tuple[tuple[int, int], ...]
 """Run-length record of the policy version of each token: ``((policy_version, number_of_tokens), …)`` in token order."""
 
@@ -88,6 +91,10 @@ class Trajectory:
     attempt: int = 0
     """Number of earlier attempts of this member whose environment failed."""
     duration_s: float = 0.0
+    ended_at: float = 0.0
+    """When the episode ended, in seconds since the epoch; 0 in records of older versions."""
+    sandboxes: Places = ()
+    """Sandboxes in which its environment was; empty without one. An environment may have further ones of its own."""
     system: str = ""
     """System message, at the start of the first turn's ``prompt_ids``; empty in records of older versions."""
     rerendered: bool = False

@@ -1,7 +1,7 @@
 """Reports of the sandboxes of this process, for the metrics and events of runs.
 
 Invariant: reporting neither blocks nor raises, and stores nothing without a listener. Pools report ``Created``,
-``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``.
+``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``, environments ``Stepped``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ class Retired:
     """Whether it was acquired and used, not idle in its pool or kept as a spare."""
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """An environment in a sandbox answered a step."""
+
+    host: str
+    seconds: float
+
+
 class OpenPool(Protocol):
     """A ``SandboxPool``, as its observers see it. Its methods may be called in any thread."""
 
@@ -48,6 +56,8 @@ class OpenPool(Protocol):
     def hosts(self) -> Mapping[str, int]: ...
 
     def servers(self) -> Sequence[Any]: ...
+
+    def usage(self) -> Mapping[str, Any]: ...
 
 
 Listener = Callable[[object], None]

@@ -11,8 +11,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from requiring import require
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REMEDY = "apt-get install chromium"
@@ -47,6 +51,16 @@ class Browser:
         self._call("Page.navigate", url=url)
         self.wait("document.readyState == 'complete'")
 
+    def visit(self, address: str, place: str, then: str) -> None:
+        """Open a deep link of the dashboard in a new page, and wait until ``then`` holds."""
+        self.open("about:blank")
+        self.open(f"{address}#/{place}")
+        self.wait(then)
+
+    def text(self, selector: str = "main") -> Any:
+        """Return the text of the first element that matches."""
+        return self.evaluate(f"document.querySelector({selector!r})?.innerText")
+
     def look(self, width: int, height: int, theme: str = "light") -> None:
         """Set the size of the window, and the theme (``light`` or ``dark``) that the system prefers."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -80,7 +94,9 @@ class Browser:
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+        """Write a picture of the window, as PNG or WebP according to the name."""
+        kind = {"format": "webp", "quality": 80} if path.suffix == ".webp" else {"format": "png"}
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **kind)["data"]))
 
     def close(self) -> None:
         self._process.kill()
@@ -107,3 +123,19 @@ class Browser:
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
+
+
+@pytest.fixture(scope="session")
+def one_browser() -> Iterator[Browser]:
+    """The browser of all tests."""
+    require(PROGRAM is not None, REMEDY)
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(one_browser: Browser) -> Browser:
+    """A browser with a wide window and the light theme."""
+    one_browser.look(1440, 900)
+    return one_browser

@@ -12,6 +12,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import seeds
+from chromium import browser as browser
+from chromium import one_browser as one_browser
 from plugin_packages import install as install
 
 

@@ -12,7 +12,7 @@ This module imports only numpy, because a batch is sent to the learner's process
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,6 +133,13 @@ def flatten(groups: Sequence[Group]) -> Batch:
         members=np.array([trajectory.member for trajectory in episodes], np.int64),
         bootstraps=np.array([_is_cut_off(trajectory) for trajectory in episodes], np.bool_),
     )
+
+
+def per_episode(batch: Batch, columns: Mapping[str, FloatArray]) -> list[dict[str, FloatArray]]:
+    """Divide columns with a value for each action token of a batch, ``[action tokens]``, among its episodes."""
+    ends = np.cumsum(batch.action_counts)[:-1]
+    divided = {name: np.split(column, ends) for name, column in columns.items()}
+    return [{name: parts[index] for name, parts in divided.items()} for index in range(batch.num_sequences)]
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:

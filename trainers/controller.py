@@ -14,16 +14,16 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentkit import progress
+from agentkit import alerts, progress
 from agentkit.config import RunConfig
 from agentkit.errors import CheckpointError, PluginError, RoleError
 from agentkit.jsonl import read_jsonl
 from agentkit.progress import View
-from agentkit.records import EVALUATION
+from agentkit.records import EVALUATION, TokenCredit
 from agentkit.results import EvalResult, RunResult
 from agentkit.run_directory import RunDirectory
 from agentkit.sandboxes.backoff import RestartLimit
@@ -31,12 +31,12 @@ from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
 from agentkit.trainers import checkpoint, imitation
 from agentkit.trainers.algorithms.signal import missing_signal
-from agentkit.trainers.batch import flatten
+from agentkit.trainers.batch import Batch, flatten, per_episode
 from agentkit.trainers.inference.base import EngineStats
 from agentkit.trainers.roles import Roles, start_roles
 from agentkit.trainers.rollout.evaluation import evaluate, evaluation_metrics
 from agentkit.trainers.rollout.loop import RolloutLoop
-from agentkit.types import Trajectory
+from agentkit.types import FloatArray, Trajectory
 
 T = TypeVar("T")
 
@@ -167,6 +167,7 @@ class _Run:
         self.demonstrated_success: float | None = None
         self._missing_signal: str | None = None
         """Why the last step had no learning signal; None if it had one."""
+        self._watch = alerts.Watch()
         self.loop = self._new_loop()
         self.snapshot = self.loop.state()
         """State of the rollout loop at the end of ``step``."""
@@ -295,7 +296,9 @@ class _Run:
             return False
         got = time.monotonic()
         with progress.work(f"{label}: training", detail=self.loop.under_way):
-            metrics = await self.roles.train(flatten(groups), self.step)
+            batch = flatten(groups)
+            metrics = await self.roles.train(batch, self.step)
+            credit = await self.roles.learner.token_credit()
             weights = await self.roles.stage(self.step + 1)
             trained = time.monotonic()
             await self.loop.publish(weights)
@@ -312,9 +315,11 @@ class _Run:
             "time/step": ended - began,
             "learner/idle_share": (got - began) / (ended - began),
         }
+        self._record_credit(batch, credit)
         self.recorder.metrics(self.step, metrics)
         self.view.step(self.step, metrics)
         self.callbacks.step(self.step, metrics)
+        self._report_alerts(metrics)
         if self.config.algorithm.credit != "none":
             await self._report_heads()
         reason = missing_signal([group.members for group in groups], self.config.algorithm)
@@ -324,6 +329,21 @@ class _Run:
             self.view.message(f"step {self.step} had no signal {'either' if again else f'to learn from: {reason}'}")
         self._missing_signal = reason
         return True
+
+    def _report_alerts(self, metrics: Mapping[str, float]) -> None:
+        """Record and show the alerts that begin and end with a step."""
+        began, ended = self._watch.update({"step": self.step, **metrics})
+        for alert in began:
+            self.recorder.event(alerts.BEGAN, **asdict(alert))
+            self.view.message(f"alert in step {self.step}: {alert.sentence()}")
+        for alert in ended:
+            self.recorder.event(alerts.ENDED, name=alert.name, subject=alert.subject, step=self.step, began=alert.step)
+            self.view.message(f"step {self.step}: the alert of step {alert.step} has ended ({alert.text})")
+
+    def _record_credit(self, batch: Batch, credit: Mapping[str, FloatArray]) -> None:
+        """Record what the learner gave each token of a batch."""
+        episodes = zip(batch.group_ids.tolist(), batch.members.tolist(), per_episode(batch, credit), strict=True)
+        self.recorder.credit([TokenCredit(self.step, group, member, columns) for group, member, columns in episodes])
 
     async def _report_heads(self) -> None:
         """Record the layers and heads whose attention gives credit, when they change."""
@@ -415,6 +435,7 @@ class _Run:
             self.step, self.saved_step = 0, -1
             self.success_before = self.demonstrated_success = None
             self.recorder.rollback(-1)
+            self._watch = alerts.Watch()
             self.snapshot = self.loop.state()
             return
         await self.roles.learner.load(found.learner)
@@ -422,6 +443,8 @@ class _Run:
         self.success_before = found.state["success_before"]
         self.demonstrated_success = found.state["demonstrated_success"]
         self.recorder.rollback(found.step)
+        rows = [row for row in read_jsonl(self.directory.metrics_file) if "time/step" in row]
+        self._watch = alerts.Watch(rows, read_jsonl(self.directory.events_file))
         await self.roles.publish(found.step)
         self.snapshot = found.rollout_state()
         self.loop.restore(self.snapshot)
@@ -433,14 +456,19 @@ class _Run:
 
 
 def _engine_metrics(before: EngineStats, after: EngineStats, seconds: float) -> dict[str, float]:
-    prompt = after.prefilled_tokens - before.prefilled_tokens
-    reused = after.reused_tokens - before.reused_tokens
     return {
         "engine/busy_share": (after.busy_s - before.busy_s) / seconds,
         "engine/tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
-        "engine/reused_share": reused / (prompt + reused) if prompt + reused else 0.0,
+        "engine/reused_share": _reused_share(before, after),
         **_replica_metrics(before.engines, after.engines, seconds),
     }
+
+
+def _reused_share(before: EngineStats, after: EngineStats) -> float:
+    """Return the share of the prompt tokens that a prefix cache had."""
+    prompt = after.prefilled_tokens - before.prefilled_tokens
+    reused = after.reused_tokens - before.reused_tokens
+    return reused / (prompt + reused) if prompt + reused else 0.0
 
 
 def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats], seconds: float) -> dict[str, float]:
@@ -449,8 +477,12 @@ def _replica_metrics(before: Sequence[EngineStats], after: Sequence[EngineStats]
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         metrics |= {
             f"engine/{index}/tokens_per_s": (new.generated_tokens - old.generated_tokens) / seconds,
+            f"engine/{index}/busy_share": (new.busy_s - old.busy_s) / seconds,
+            f"engine/{index}/reused_share": _reused_share(old, new),
             f"engine/{index}/in_flight": new.running + new.waiting,
             f"engine/{index}/version": new.version,
             f"engine/{index}/restarts": new.restarts,
         }
+        if tokens := new.generated_tokens - old.generated_tokens:
+            metrics[f"engine/{index}/token_s"] = (new.request_s - old.request_s) / tokens
     return metrics

@@ -18,7 +18,7 @@ from agentkit.config import RunConfig
 from agentkit.errors import EngineError, RoleError, WeightsUnavailable
 from agentkit.model_files import template_text
 from agentkit.trainers.batch import Batch
-from agentkit.trainers.cluster import have_places, place, reserve
+from agentkit.trainers.cluster import have_places, place, processes, reserve
 from agentkit.trainers.inference.base import ManagedEngine
 from agentkit.trainers.inference.replicas import PLACE_S, OnEvent, Replicas
 from agentkit.trainers.inference.router import Send
@@ -48,9 +48,14 @@ class Roles:
     engine: ManagedEngine
 
     def __init__(
-        self, config: RunConfig, renderer: ChatRenderer, parser: AnswerParser, slots: Sequence[Slot] | None
+        self,
+        config: RunConfig,
+        renderer: ChatRenderer,
+        parser: AnswerParser,
+        slots: Sequence[Slot] | None,
+        on_event: OnEvent,
     ) -> None:
-        self._config, self._slots = config, slots
+        self._config, self._slots, self._on_event = config, slots, on_event
         self.renderer, self.parser = renderer, parser
         self.shared = config.engine.share_weights
         """Whether the engine uses the learner's weights in place; they must not change while it computes."""
@@ -79,6 +84,8 @@ class Roles:
             self.learner_lost.set_result(error)
             raise
         self.learner_lost = getattr(self.learner, "lost", self.learner_lost)
+        for rank, (host, pid) in enumerate(processes(self.learner, self._slots)):
+            self._on_event("role_placed", role="learner", index=rank, host=host, pid=pid)
         await self.learner.start()
 
     async def close_learner(self) -> None:
@@ -140,7 +147,11 @@ class Roles:
 
 @contextlib.asynccontextmanager
 async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fields: None) -> AsyncIterator[Roles]:
-    """Start learner and engine, here or in the cluster of ``config``; ``on_event`` gets the events of ``Replicas``."""
+    """Start learner and engine, here or in the cluster of ``config``.
+
+    ``on_event`` gets the events of ``Replicas``, and ``role_placed`` with ``role``, ``index``, ``host`` and ``pid`` of
+    each process.
+    """
     with progress.work(f"looking at {config.env.id}"):
         source = EnvSource.of(config.env)
     with progress.work("loading the tokenizer"):
@@ -151,7 +162,7 @@ async def start_roles(config: RunConfig, on_event: OnEvent = lambda kind, **fiel
     async with contextlib.AsyncExitStack() as stack:
         with progress.work("reserving the cluster") if config.cluster else contextlib.nullcontext():
             slots = await stack.enter_async_context(reserve(config))
-        roles = Roles(settled, renderer, parser, slots.get("learner"))
+        roles = Roles(settled, renderer, parser, slots.get("learner"), on_event)
         stack.push_async_callback(roles.close_learner)
         with progress.work("starting the learner"):
             await roles.start_learner()
@@ -186,7 +197,7 @@ async def start_engine(
     """
     settings = config.engine
     if slots is None and settings.replicas == 1:
-        engine = await _place_engine(config, 0, None, extra)
+        engine = await _place_engine(config, 0, None, extra, on_event)
         try:
             await engine.start()
             yield engine
@@ -194,7 +205,7 @@ async def start_engine(
             await engine.close()
         return
     replicas = Replicas(
-        lambda index: _place_engine(config, index, slots, extra),
+        lambda index: _place_engine(config, index, slots, extra, on_event),
         settings.replicas,
         minimum=settings.min_replicas,
         send=send,
@@ -207,13 +218,15 @@ async def start_engine(
         yield router
 
 
-async def _place_engine(config: RunConfig, index: int, slots: Sequence[Slot] | None, extra: dict[str, Any]) -> Any:
+async def _place_engine(
+    config: RunConfig, index: int, slots: Sequence[Slot] | None, extra: dict[str, Any], on_event: OnEvent
+) -> Any:
     """Construct one engine; do not start it."""
     factory = {
         "hf": "agentkit.trainers.inference.hf:HFEngine",
         "vllm": "agentkit.trainers.inference.vllm:VLLMEngine",
     }[config.engine.kind]
-    return await place(
+    engine = await place(
         factory,
         config.model,
         config.engine,
@@ -223,3 +236,6 @@ async def _place_engine(config: RunConfig, index: int, slots: Sequence[Slot] | N
         name="engine" if config.engine.replicas == 1 else f"engine {index}",
         **extra,
     )
+    for host, pid in processes(engine, slots):
+        on_event("role_placed", role="engine", index=index, host=host, pid=pid)
+    return engine

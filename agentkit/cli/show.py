@@ -58,6 +58,14 @@ def show(
     rhythm: Annotated[
         bool, typer.Option("--rhythm", help="With --episode: draw the attention rhythm over its tokens.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --episode: write it to this file, as one page that opens in a browser.",
+            show_default=False,
+        ),
+    ] = None,
     last: Annotated[int, typer.Option(min=1, help="Number of episodes to list, from the end of the order.")] = 20,
     ending: Annotated[Ending | None, typer.Option(help="Only episodes with this use.", show_default=False)] = None,
     step: Annotated[int | None, typer.Option(help="Only episodes of this training step.", show_default=False)] = None,
@@ -93,7 +101,15 @@ def show(
 
     if rhythm and (episode is None or sandboxes):
         raise typer.BadParameter("--rhythm draws one episode: add --episode N, without --sandboxes")
+    if html is not None and (episode is None or sandboxes or rhythm):
+        raise typer.BadParameter("--html writes one episode: add --episode N, without --rhythm and --sandboxes")
     directory = RunDirectory.open(run)
+    if html is not None and episode is not None:
+        from agentkit.dashboard.episode_page import write_episode_page
+
+        write_episode_page(run, episode, html)
+        typer.echo(printable(f"episode {episode} in {html}"))
+        return
     if sandboxes:
         lines = sandbox_lines(read_jsonl(directory.metrics_file), read_jsonl(directory.events_file), last)
     elif episode is None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from agentkit.dashboard import queries
-from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.credit import token_credit
 from agentkit.dashboard.drawings import draw_episode, drawing_of
+from agentkit.dashboard.pipeline import pipeline
+from agentkit.dashboard.sandboxes import sandboxes
 from agentkit.errors import AgentkitError, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
@@ -40,19 +42,22 @@ class Answers:
             "runs": self._runs,
             "settings": lambda asked: queries.to_json(queries.read_settings(self._run(asked))),
             "metrics": lambda asked: queries.to_json(queries.metrics(self._run(asked))),
+            "alerts": lambda asked: queries.to_json(queries.alerts(self._run(asked))),
+            "pipeline": lambda asked: queries.to_json(pipeline(self._run(asked))),
+            "sandboxes": lambda asked: queries.to_json(sandboxes(self._run(asked))),
             "episodes": self._episodes,
             "episode": self._episode,
             "readings": self._readings,
             "drawings": lambda asked: queries.to_json(draw_episode(self._run(asked), _number(asked, "id"))),
-            "advantages": lambda asked: queries.to_json(token_advantages(self._run(asked), _number(asked, "id"))),
+            "credit": lambda asked: queries.to_json(finite(token_credit(self._run(asked), _number(asked, "id")))),
         }
 
     def answer(self, question: str, asked: Mapping[str, str]) -> str:
         """Return an answer as JSON.
 
         Args:
-            question: ``runs``, ``settings``, ``metrics``, ``episodes``, ``episode``, ``advantages``, ``drawings``
-                or ``readings``.
+            question: ``runs``, ``settings``, ``metrics``, ``alerts``, ``pipeline``, ``sandboxes``, ``episodes``,
+                ``episode``, ``credit``, ``drawings`` or ``readings``.
             asked: ``run``, the name of a run; ``id`` of an episode; ``after``, ``at`` and ``count`` of
                 ``queries.episode_table``.
 

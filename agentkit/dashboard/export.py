@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentkit import records
@@ -73,7 +73,7 @@ def export(places: Sequence[Path], folder: Path, *, episodes: int = EPISODES) ->
 
 def _questions(run: Path, episodes: int) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield file name, question and arguments of each answer about a run."""
-    for question in ("metrics", "settings", "episodes"):
+    for question in ("metrics", "settings", "alerts", "pipeline", "sandboxes", "episodes"):
         yield f"{question}.js", question, {}
     file = RunDirectory(run).episodes_file
     if not file.is_file():
@@ -82,13 +82,13 @@ def _questions(run: Path, episodes: int) -> Iterator[tuple[str, str, dict[str, s
         endings = [ending for (ending,) in db.execute("select distinct ending from episodes")]
     for ending in endings:
         for row in records.list_episodes(file, records.Filter(ending=ending), last=episodes) if episodes else ():
-            for question in ("episode", "advantages", "drawings"):
+            for question in ("episode", "credit", "drawings"):
                 yield f"{question}-{row.id}.js", question, {"id": str(row.id)}
 
 
 def _page(answers: Answers) -> Iterator[tuple[str, bytes]]:
     pages = static_files()
-    modules = {name: content.decode() for name, content in pages.items() if name.endswith(".js") and "/" not in name}
+    modules = modules_of(pages)
     for name, content in pages.items():
         if name not in modules and name != "index.html":
             yield name, content
@@ -102,6 +102,11 @@ def _page(answers: Answers) -> Iterator[tuple[str, bytes]]:
     folders = {name: f"data/{number}" for number, name in enumerate(answers.runs)}
     content = {"folders": folders, "answers": {"data/runs.js": runs}}
     yield "copy.js", f"globalThis.agentkitCopy = {json.dumps(content)};\n".encode()
+
+
+def modules_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the page's own modules among its files."""
+    return {name: content.decode() for name, content in files.items() if name.endswith(".js") and "/" not in name}
 
 
 def joined(modules: dict[str, str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from agentkit import records
+from agentkit.alerts import recorded_alerts
 from agentkit.errors import RunDirectoryError
 from agentkit.jsonl import finite, read_jsonl
 from agentkit.model_files import ADAPTER
@@ -32,11 +33,13 @@ _LONGEST_REASON = 300
 _TABLE = (
     "id", "step", "ending", "ending_reason", "group_id", "member", "attempt", "env_id", "seed", "version_started",
     "outcome", "reason", "success", "reward", "turns", "tokens", "action_tokens", "duration_s", "generate_s", "env_s",
+    "ended_at",
 )  # fmt: skip
 """Columns of the table of episodes, with the names of ``agentkit.records``."""
 _EXPRESSIONS = {
     "reason": f"substr(reason, 1, {_LONGEST_REASON})",
     **{name: f"round({name}, 4)" for name in ("reward", "duration_s", "generate_s", "env_s")},
+    "ended_at": "round(ended_at, 3)",
 }
 
 
@@ -120,10 +123,10 @@ def summary(path: Path) -> dict[str, Any]:
         until the end, or None), ``started`` and ``updated`` (seconds since the epoch), ``seconds`` of work, ``before``
         and ``latest`` (evaluations, see ``evaluations``), ``family``, ``counts`` of episodes by ending, ``tokens``,
         ``action_tokens``, ``duration_s``, ``generate_s`` and ``env_s`` of all episodes together (None where an older
-        version did not record it), and some settings.
+        version did not record it), ``alerts`` (the number of those that have not ended), and some settings.
     """
     run, settings = RunDirectory.open(path), read_settings(path)
-    events, lines = _records(run.events_file), _records(run.metrics_file)
+    events, lines = read_lines(run.events_file), read_lines(run.metrics_file)
     trained = [line for line in lines if "eval/success" not in line]
     status, error = status_of(events, bool(lines), run.in_use())
     evaluated, totals = evaluations(path), _totals(path)
@@ -144,6 +147,7 @@ def summary(path: Path) -> dict[str, Any]:
         "seconds": seconds_of_work(events, lines),
         "before": evaluated[0] if evaluated and evaluated[0]["step"] == 0 else None,
         "latest": evaluated[-1] if evaluated else None,
+        "alerts": sum(alert["ended"] is None for alert in recorded_alerts(events)),
         "return": trained[-1].get("rollout/return_mean") if trained else None,
         **totals,
     }
@@ -237,7 +241,8 @@ def _select(path: Path, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return db.execute(query, values).fetchall()
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of metrics or events. Raises ``RunDirectoryError`` if it cannot be read."""
     try:
         return list(read_jsonl(file))
     except (OSError, ValueError) as error:
@@ -252,7 +257,7 @@ def metrics(path: Path) -> dict[str, Any]:
         None at steps that lack it; ``evaluations`` (see ``evaluations``).
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for line in _records(RunDirectory.open(path).metrics_file):
+    for line in read_lines(RunDirectory.open(path).metrics_file):
         by_step.setdefault(line["step"], {}).update(line)
     ordered = [by_step[step] for step in sorted(by_step)]
     names = sorted({name for line in ordered for name in line} - {"step", "time"})
@@ -262,6 +267,11 @@ def metrics(path: Path) -> dict[str, Any]:
         "values": {name: [line.get(name) for line in ordered] for name in names},
         "evaluations": evaluations(path),
     }
+
+
+def alerts(path: Path) -> list[dict[str, Any]]:
+    """Return the alerts of a run in the order in which they began (see ``agentkit.alerts.recorded_alerts``)."""
+    return recorded_alerts(read_lines(RunDirectory.open(path).events_file))
 
 
 def episode_table(path: Path, *, after: int = 0, at: float | None = None, count: int = 0) -> str:
@@ -309,7 +319,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
         text_of: decodes token ids; None if the tokenizer is unknown.
 
     Returns:
-        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``turns`` (with the fields of
+        The columns of the table, ``system``, ``rerendered``, ``metrics``, ``sandboxes``, ``turns`` (with the fields of
         ``agentkit.types.Turn``), ``final_ids``, ``vocabulary`` (the text of each token id, or None) and ``group`` (ids
         of all attempts of its group, by member).
 
@@ -329,6 +339,7 @@ def episode(path: Path, number: int, text_of: Callable[[list[int]], str] | None)
             "system": trajectory.system,
             "rerendered": trajectory.rerendered,
             "metrics": trajectory.metrics,
+            "sandboxes": trajectory.sandboxes,
             "turns": [_turn(turn) for turn in trajectory.turns],
             "final_ids": trajectory.final_ids.tolist(),
             "vocabulary": None if text_of is None else {id: text_of([id]) for id in sorted(_ids(trajectory))},

@@ -22,13 +22,14 @@ from agentkit.envs.isolation.redundancy import Redundancy, check_redundancy
 from agentkit.envs.isolation.replay import cause_of_loss
 from agentkit.envs.isolation.validation import Description, check_description
 from agentkit.errors import AgentkitError, EnvContractError, EnvCrashed, EnvError, SandboxError
+from agentkit.sandboxes import telemetry
 from agentkit.sandboxes.attribution import Cause
 from agentkit.sandboxes.backoff import Backoff
 from agentkit.sandboxes.pool.health import usage_of
 from agentkit.sandboxes.pool.pool import Lease, SandboxPool
 from agentkit.sandboxes.recovery.hedge import Hedge
 from agentkit.sandboxes.recovery.record import Means, RecoveryLog
-from agentkit.sandboxes.tasks import finished, stopped, tracked
+from agentkit.sandboxes.tasks import finished, loop_time, stopped, tracked
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that an environment gets for its ``close`` before its process is killed."""
@@ -122,8 +123,10 @@ class EnvSlot:
         return await self.call("reset", seed, options, timeout=timeout, check=validation.check_reset)
 
     async def step(self, action: str, timeout: float) -> Any:
-        self.used = True
-        return await self.call("step", action, timeout=timeout, check=validation.check_step)
+        self.used, began = True, loop_time()
+        result = await self.call("step", action, timeout=timeout, check=validation.check_step)
+        telemetry.report(telemetry.Stepped(self.host, loop_time() - began))
+        return result
 
     async def call(self, name: str, *arguments: Any, timeout: float, check: Callable[[Any], Any]) -> Any:
         """Call the environment and return its checked reply. Raises as ``EnvProcess.call``."""

@@ -83,6 +83,11 @@ class SandboxedEnv(AsyncTextEnv):
         """Whether an episode is in progress."""
         self._runs_policy_code = True
 
+    @property
+    def places(self) -> Sequence[tuple[str, str]]:
+        """Host and id of the sandboxes that the present episode was in, in order."""
+        return self._env.places
+
     async def start(self) -> Description:
         """Make the environment if there is none, and return its description.
 

@@ -46,6 +46,8 @@ class HealthMonitor:
         self._strays: dict[str, float] = {}
         """When each sandbox without a slot was first seen."""
         self._pressed = False
+        self.usage: HostUsage | None = None
+        """What of this machine was in use at the last look."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._backoff = Backoff(cap=5.0)
 
@@ -103,7 +105,8 @@ class HealthMonitor:
 
     def _measure_host(self) -> None:
         if self._host is not None:
-            reason = pressure(self._host(), self._policy.watermarks, already=self._pressed)
+            self.usage = self._host()
+            reason = pressure(self.usage, self._policy.watermarks, already=self._pressed)
             self._pressed = reason is not None
             self._scheduler.set_pressure(reason)
 

@@ -330,6 +330,13 @@ class SandboxPool:
         """Return the state of each sandbox server; none with a back end of this machine. Thread-safe."""
         return self._provisioner.backend.hosts()
 
+    def usage(self) -> dict[str, HostUsage]:
+        """Return what of each host is in use, where it is known. Thread-safe."""
+        found = {server.host: HostUsage(server.memory, server.disk, server.cpu) for server in self.servers()}
+        if not found and self._scheduler is not None and self._monitor.usage is not None:
+            found[self._provisioner.backend.host_of("")] = self._monitor.usage
+        return found
+
     @property
     def labels(self) -> dict[str, str]:
         """Labels of all sandboxes of this pool, and of no others; see ``Sandbox.list``."""

@@ -53,6 +53,7 @@ class Supervised(ABC, Generic[T]):
         failure: why it was not recovered; None while it is usable.
         recoveries: number of recoveries so far.
         cause: cause of the last loss.
+        places: host and sandbox of each target since ``begin``, in order.
     """
 
     repeats: ClassVar[bool]
@@ -73,6 +74,7 @@ class Supervised(ABC, Generic[T]):
         self.failure: AgentkitError | None = None
         self.recoveries = 0
         self.cause = ""
+        self.places: list[tuple[str, str]] = []
         self.replays = replays
         self._log: ActionLog[T] = ActionLog(describe)
         self._losses = 0
@@ -157,6 +159,7 @@ class Supervised(ABC, Generic[T]):
                 self.target.release(discard=True)
             self.failure = self.target = None
             self._stopped = False
+        self.places = [] if self.target is None else [(self.target.host, self.target.sandbox_id)]
         if fresh and self._standbys is not None:
             standbys, self._standbys = self._standbys, None
             await standbys.close()
@@ -270,6 +273,8 @@ class Supervised(ABC, Generic[T]):
 
     def _adopt(self, target: T) -> None:
         self.target = target
+        if (place := (target.host, target.sandbox_id)) not in self.places:
+            self.places.append(place)
         if self._number and self._standbys is None:
             self._standbys = Standbys(
                 self.acquire, lambda: self.target, self._log, self._number, self._rng, self._records

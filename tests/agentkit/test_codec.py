@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentkit.codec import decode_group, decode_trajectory, encode_group, encode_trajectory
+from agentkit.codec import (
+    decode_columns,
+    decode_group,
+    decode_trajectory,
+    encode_columns,
+    encode_group,
+    encode_trajectory,
+)
 from agentkit.errors import RunDirectoryError
 from agentkit.types import Group, Trajectory, Turn
 
@@ -51,6 +59,8 @@ trajectories = st.builds(
     metrics=st.dictionaries(texts, numbers, max_size=3),
     attempt=st.integers(0, 5),
     duration_s=numbers,
+    ended_at=numbers,
+    sandboxes=st.lists(st.tuples(texts, texts), max_size=3).map(tuple),
 )
 groups = st.builds(
     Group,
@@ -152,3 +162,21 @@ def test_the_format_is_the_documented_one() -> None:
     arrays = body[4 + length :]
     assert np.frombuffer(arrays[:12], "<i4").tolist() == [0, 1, 2]
     assert len(arrays) == 12 + 8 + 8
+
+
+@given(st.dictionaries(st.text(st.characters(codec="utf-8")), floats))
+def test_columns_come_back_bit_for_bit(columns: dict[str, np.ndarray]) -> None:
+    back = decode_columns(encode_columns(columns))
+    assert {name: column.tobytes() for name, column in back.items()} == {
+        name: column.tobytes() for name, column in columns.items()
+    }
+
+
+def test_columns_are_float32_and_damage_is_an_error() -> None:
+    double: Any = np.zeros(2)
+    with pytest.raises(TypeError, match="value_0 is float64"):
+        encode_columns({"value_0": double})
+    data = encode_columns({"advantage": np.ones(3, np.float32)})
+    for damaged in (data[:-1], encode_group(Group(0, 0, 0, []))):
+        with pytest.raises(RunDirectoryError):
+            decode_columns(damaged)

@@ -29,7 +29,7 @@ from agentkit import records
 from agentkit.cli import app
 from agentkit.dashboard import queries
 from agentkit.dashboard.answers import Answers
-from agentkit.dashboard.credit import token_advantages
+from agentkit.dashboard.credit import token_credit
 from agentkit.dashboard.drawings import draw_episode
 from agentkit.dashboard.export import export, joined
 from agentkit.dashboard.server import Dashboard, static_files
@@ -100,6 +100,22 @@ def test_remaining_time_and_work_leave_out_the_time_between_sessions() -> None:
     assert queries.seconds_left(events, lines, steps=9) == pytest.approx(40)
     assert queries.seconds_of_work(events, lines) == pytest.approx(20 + 50)
     assert queries.seconds_left(events, lines[:3], steps=9) is None
+
+
+def test_alerts_of_a_run_are_listed_and_those_that_last_are_counted(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=10, done=6)
+    with Recorder(directory) as recorder:
+        for step, subject in ((2, "time/train"), (4, "time/wait")):
+            recorder.event("alert", name="slow_phase", subject=subject, step=step, text="t", cause="c", remedy="r")
+        recorder.event("alert_ended", name="slow_phase", subject="time/train", step=5, began=2)
+    directory.release()
+    found = queries.alerts(directory.path)
+    assert [(alert["subject"], alert["step"], alert["ended"]) for alert in found] == [
+        ("time/train", 2, 5),
+        ("time/wait", 4, None),
+    ]
+    assert {"text": "t", "cause": "c", "remedy": "r"}.items() <= found[0].items()
+    assert queries.summary(directory.path)["alerts"] == 1
 
 
 def test_metrics_are_columns_by_step(run: Path) -> None:
@@ -180,7 +196,7 @@ def test_the_table_begins_again_when_episodes_were_replaced(tmp_path: Path) -> N
 def test_records_of_format_1_are_read_and_continued(run: Path) -> None:
     file = run / "episodes.sqlite"
     with sqlite3.connect(file) as db:
-        for column in ("action_tokens", "generate_s", "env_s"):
+        for column in ("action_tokens", "generate_s", "env_s", "ended_at"):
             db.execute(f"alter table episodes drop column {column}")
         db.execute("pragma user_version = 1")
     db.close()
@@ -228,19 +244,19 @@ def test_advantages_are_those_of_the_batch(run: Path) -> None:
     for row, reward in zip(rows, returns, strict=False):
         expected = (reward - returns.mean()) / (returns.std(ddof=1) + 1e-6)
         _, trajectory = records.read_episode(run / "episodes.sqlite", row.id)
-        found = token_advantages(run, row.id)
+        found = token_credit(run, row.id)
         assert found["advantages"] == pytest.approx([expected] * trajectory.num_action_tokens)
-    assert set(token_advantages(run, rows[3].id)["advantages"]) == {0.0}  # its group has equal returns
+    assert set(token_credit(run, rows[3].id)["advantages"]) == {0.0}  # its group has equal returns
 
 
 def test_missing_advantages_say_why(run: Path, tmp_path: Path) -> None:
     evaluated = records.list_episodes(run / "episodes.sqlite", Filter(ending="eval"))[0].id
-    assert "was not trained on" in token_advantages(run, evaluated)["note"]
+    assert "was not trained on" in token_credit(run, evaluated)["note"]
     settings = ["algorithm.advantage=gae", "critic={count: 2}"]
     directory = make_run(tmp_path / "critics", settings=settings)
     directory.release()
     trained = records.list_episodes(directory.episodes_file, Filter(ending="trained"))[0].id
-    assert "values of a critic" in token_advantages(directory.path, trained)["note"]
+    assert "values of a critic" in token_credit(directory.path, trained)["note"]
 
 
 def test_a_damaged_run_does_not_hide_the_others(run: Path) -> None:

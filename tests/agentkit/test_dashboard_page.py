@@ -7,26 +7,23 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import PROGRAM, REMEDY, Browser
-from dashboard_runs import episode, make_run, turn
-from requiring import require
+from chromium import Browser
+from dashboard_runs import HOSTILE, episode, make_run, turn
 
 from agentkit import records
+from agentkit.alerts import BEGAN, ENDED, Alert
+from agentkit.dashboard.episode_page import write_episode_page
 from agentkit.dashboard.export import export
 from agentkit.dashboard.server import Dashboard
 from agentkit.records import Filter
 from agentkit.store import Recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-HOSTILE = (
-    "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
-    "\x1b]0;title\x07\x1b[2J \u202ereversed\u202c \ud800 \u2028 end"
-)
 FILTER = """(() => {
     const field = document.querySelector("input[aria-label=Return]"), began = performance.now();
     field.value = %s;
@@ -39,14 +36,8 @@ SORT = """(() => {
     return performance.now() - began;
 })()"""
 
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    require(PROGRAM is not None, REMEDY)
-    browser = Browser()
-    browser.look(1440, 900)
-    yield browser
-    browser.close()
+POINT_AT_LAST = """[...document.querySelectorAll(".token:not(.prompt)")].at(-1)
+    .dispatchEvent(new Event("mouseover", {bubbles: true}))"""
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +61,6 @@ def address(runs: Path) -> Iterator[str]:
         yield server.url
 
 
-def go(browser: Browser, address: str, place: str, then: str) -> None:
-    """Open a deep link in a new page, and wait until it shows something."""
-    browser.open("about:blank")
-    browser.open(f"{address}#/{place}")
-    browser.wait(then)
-
-
-def text(browser: Browser, selector: str = "main") -> Any:
-    return browser.evaluate(f"document.querySelector({selector!r})?.innerText")
-
-
 def ids(runs: Path, run: str, **wanted: Any) -> list[int]:
     return [row.id for row in records.list_episodes(runs / run / "episodes.sqlite", Filter(**wanted))]
 
@@ -88,11 +68,11 @@ def ids(runs: Path, run: str, **wanted: Any) -> list[int]:
 def test_the_overview_shows_runs_curves_evaluations_and_settings(
     browser: Browser, address: str, tmp_path: Path
 ) -> None:
-    go(browser, address, "overview?run=first-0&run=other", "document.querySelectorAll('.chart canvas').length > 3")
+    browser.visit(address, "overview?run=first-0&run=other", "document.querySelectorAll('.chart canvas').length > 3")
     assert browser.evaluate("location.search") == ""  # the token does not stay in the address
-    assert "Runs (5)" in text(browser)
-    assert "75.0 %" in text(browser, "tr[data-run='first-0']")
-    assert "4 / 4" in text(browser, "tr[data-run='first-0']")
+    assert "Runs (5)" in browser.text()
+    assert "75.0 %" in browser.text("tr[data-run='first-0']")
+    assert "4 / 4" in browser.text("tr[data-run='first-0']")
     browser.evaluate("document.querySelector('input.wide').value = 'entropy'")
     browser.evaluate("document.querySelector('input.wide').dispatchEvent(new Event('input'))")
     assert browser.evaluate("[...document.querySelectorAll('.chart figcaption')].map(e => e.innerText)") == [
@@ -101,7 +81,7 @@ def test_the_overview_shows_runs_curves_evaluations_and_settings(
     assert "q=entropy" in browser.evaluate("location.hash")
     browser.evaluate("[...document.querySelectorAll('.tabs button')][1].click()")
     browser.wait("document.querySelectorAll('.evaluations tbody tr').length == 4")
-    assert "40.9 % – 92.9 %" in text(browser, ".evaluations")  # Wilson, 6 of 8
+    assert "40.9 % – 92.9 %" in browser.text(".evaluations")  # Wilson, 6 of 8
     browser.evaluate("[...document.querySelectorAll('.tabs button')][2].click()")
     browser.wait("document.querySelector('.settings')")
     shown = browser.evaluate("[...document.querySelectorAll('.settings tbody tr')].map(e => e.innerText)")
@@ -113,17 +93,17 @@ def test_seeds_become_one_band(browser: Browser, address: str) -> None:
     chosen = "&".join(f"run=first-{seed}" for seed in range(3))
     place = f"overview?{chosen}&run=other&q=rollout/success&smooth=0"
     colours = "new Set([...document.querySelectorAll('tr.on .dot')].map(e => e.style.background)).size"
-    go(browser, address, place, "document.querySelector('.chart canvas')")
+    browser.visit(address, place, "document.querySelector('.chart canvas')")
     assert browser.evaluate(colours) == 4
-    go(browser, address, f"{place}&seeds=band", "document.querySelector('.chart canvas')")
+    browser.visit(address, f"{place}&seeds=band", "document.querySelector('.chart canvas')")
     assert browser.evaluate(colours) == 2
 
 
 def test_the_page_follows_a_run(browser: Browser, tmp_path: Path) -> None:
     directory = make_run(tmp_path / "live", steps=9, done=2)
     with Dashboard([tmp_path], port=0) as server:
-        go(browser, server.url, "overview", "document.body.innerText.includes('2 / 9')")
-        assert "1 running" in text(browser, ".status")
+        browser.visit(server.url, "overview", "document.body.innerText.includes('2 / 9')")
+        assert "1 running" in browser.text(".status")
         with Recorder(directory) as recorder:
             recorder.episode(3, episode(9, 0, 1.0), "trained")
             recorder.metrics(3, {"rollout/success": 0.5})
@@ -133,10 +113,45 @@ def test_the_page_follows_a_run(browser: Browser, tmp_path: Path) -> None:
     browser.wait("document.body.innerText.includes('the server does not answer')")
 
 
+def test_alerts_are_listed_with_their_steps(browser: Browser, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "runs" / "alerted", steps=10, done=6)
+    make_run(tmp_path / "runs" / "calm").release()
+    slow = Alert("slow_phase", "time/train", 2, "training took 70 s", "busy", "look at `top`")
+    lost = Alert("aborts", "episodes", 3, "9 % of the episodes were lost", f"a fault: {HOSTILE}", "read the errors")
+    with Recorder(directory) as recorder, Dashboard([tmp_path / "runs"], port=0) as server:
+        recorder.event(BEGAN, **asdict(slow))
+        recorder.event(BEGAN, **asdict(lost))
+        recorder.event(ENDED, name=slow.name, subject=slow.subject, step=5, began=slow.step)
+        recorder.flush()
+        browser.visit(server.url, "overview?run=alerted&run=calm&tab=alerts", "document.querySelector('.alertlist')")
+        rows = browser.evaluate("[...document.querySelectorAll('.alertlist tbody tr')].map(e => e.innerText)")
+        assert [[part.strip() for part in row.split("\t")[1:4]] for row in rows] == [
+            ["alerted", "Aborts\nepisodes", "3 to now"],
+            ["alerted", "Slow phase\ntime/train", "2 to 5"],
+        ]
+        assert all(part in rows[0] for part in (lost.text, "Cause: a fault: <script>", "Remedy: read the errors"))
+        assert browser.evaluate("document.querySelector('.alertlist code').innerText") == "top"
+        assert browser.evaluate("window.attacked") is None
+        assert browser.evaluate("[...document.querySelectorAll('.tabs button')].at(-1).innerText") == "Alerts (1)"
+        assert browser.text("tr[data-run='alerted'] .alerts") == "1 alert"
+        assert browser.text("tr[data-run='calm'] .alerts") is None
+        browser.screenshot(tmp_path / "alerts.png")
+        recorder.event(ENDED, name=lost.name, subject=lost.subject, step=6, began=lost.step)
+        recorder.flush()
+        browser.wait("!document.querySelector('.alerts')")  # the page follows the run
+        assert "3 to 6" in browser.text(".alertlist")
+        browser.evaluate("document.querySelector('.alertlist a').click()")
+        browser.wait("document.querySelectorAll('.window .row').length == 6")
+        assert "step=3" in browser.evaluate("location.hash")
+        browser.visit(server.url, "overview?run=calm&tab=alerts", "document.querySelector('.empty')")
+        assert "have had no alert" in browser.text()
+    directory.release()
+
+
 def test_episodes_are_filtered_sorted_and_opened_with_keys(browser: Browser, address: str, runs: Path) -> None:
     rows = "[...document.querySelectorAll('.window .row')].map(e => Number(e.firstChild.innerText))"
     solved = [id for id in ids(runs, "first-0", ending="trained") if id in ids(runs, "first-0", min_reward=1.0)]
-    go(browser, address, "episodes?run=first-0&ending=trained&reward=1..", f"{rows}.length > 0")
+    browser.visit(address, "episodes?run=first-0&ending=trained&reward=1..", f"{rows}.length > 0")
     assert browser.evaluate(rows) == solved[::-1]
     browser.evaluate("document.querySelector('.head .c-id').click()")
     assert browser.evaluate(rows) == solved
@@ -145,28 +160,25 @@ def test_episodes_are_filtered_sorted_and_opened_with_keys(browser: Browser, add
         browser.press(key)
     browser.press("Enter")
     browser.wait("document.querySelector('article.turn')")
-    assert f"Episode {solved[1]}" in text(browser)
+    assert f"Episode {solved[1]}" in browser.text()
     browser.press("n")
     browser.wait(f"document.querySelector('h1').innerText == 'Episode {solved[2]}'")
     browser.press("Escape")
     browser.wait("document.querySelector('.list')")
-    go(browser, address, "episodes?run=first-0&error=crashed", f"{rows}.length > 0")
+    browser.visit(address, "episodes?run=first-0&error=crashed", f"{rows}.length > 0")
     assert browser.evaluate(rows) == ids(runs, "first-0", outcome="voided")[::-1]
 
 
 def test_an_episode_its_tokens_and_its_group(browser: Browser, address: str, runs: Path) -> None:
     shown = ids(runs, "first-0", ending="trained", step=2)[1]  # the solved member of three
-    go(browser, address, f"episode?run=first-0&id={shown}", "document.querySelector('article.turn')")
-    assert [line for line in text(browser, "article.turn:last-of-type").split("\n") if "reward" in line] == ["reward 1"]
-    assert "executed Right" in text(browser, "article.turn:last-of-type").replace("\n", " ")
-    assert "generation 600 ms" in text(browser, ".legend")
+    browser.visit(address, f"episode?run=first-0&id={shown}", "document.querySelector('article.turn')")
+    assert [line for line in browser.text("article.turn:last-of-type").split("\n") if "reward" in line] == ["reward 1"]
+    assert "executed Right" in browser.text("article.turn:last-of-type").replace("\n", " ")
+    assert "generation 600 ms" in browser.text(".legend")
     browser.press("2")
     browser.wait("document.querySelectorAll('.token').length > 5")
-    browser.evaluate(
-        "[...document.querySelectorAll('.token:not(.prompt)')].at(-1)"
-        ".dispatchEvent(new Event('mouseover', {bubbles: true}))"
-    )
-    detail = text(browser, ".detail")
+    browser.evaluate(POINT_AT_LAST)
+    detail = browser.text(".detail")
     assert "-1 (36.8 %)" in detail
     assert "1.155" in detail  # (1 - 1/3) / std of 0, 1, 0
     browser.press("3")
@@ -175,8 +187,7 @@ def test_an_episode_its_tokens_and_its_group(browser: Browser, address: str, run
         "Left 0",
         "Left 2",
     ]
-    go(
-        browser,
+    browser.visit(
         address,
         f"episode?run=first-0&id={shown + 1}&part=group",
         "document.querySelectorAll('.member').length == 3",
@@ -194,18 +205,18 @@ def test_hostile_text_is_shown_as_text(browser: Browser, address: str, runs: Pat
         "episodes?run=hostile",
         "overview?run=<script>attacked=1</script>&q=<img src=x onerror='attacked=1'>",
     ):
-        go(browser, address, place, "document.querySelector('article.turn, .token, .member, .window .row, .runs tr')")
+        browser.visit(address, place, "document.querySelector('article.turn, .token, .member, .window .row, .runs tr')")
         time.sleep(0.3)
         assert browser.evaluate("typeof attacked") == "undefined"
         assert browser.evaluate("document.querySelectorAll('main script, main img, main b').length") == 0
-    go(browser, address, f"episode?run=hostile&id={first}", "document.querySelector('article.turn')")
-    answer = text(browser, ".assistant pre")
+    browser.visit(address, f"episode?run=hostile&id={first}", "document.querySelector('article.turn')")
+    answer = browser.text(".assistant pre")
     assert "<script>window.attacked = 1</script>" in answer
     for escape in ("\\x1b]0;title\\x07", "\\x1b[2J", "\\u202ereversed\\u202c", "\\ud800", "\\u2028"):
         assert escape in answer
     assert not set(answer) & set("\x1b\x07\u202e\u202c\u2028")
-    go(browser, address, f"episode?run=hostile&id={second}", "document.querySelector('button.more')")
-    assert "Show all 1,000,003 characters" in text(browser)
+    browser.visit(address, f"episode?run=hostile&id={second}", "document.querySelector('button.more')")
+    assert "Show all 1,000,003 characters" in browser.text()
     browser.evaluate("document.querySelector('button.more').click()")
     browser.wait("document.querySelector('.user pre').textContent.length == 1000003")
 
@@ -214,23 +225,60 @@ def test_a_copy_opens_from_a_file(browser: Browser, runs: Path, tmp_path: Path) 
     export([runs], tmp_path / "copy", episodes=3)
     address = (tmp_path / "copy" / "index.html").as_uri()
     kept, left_out = ids(runs, "first-0", ending="trained")[-2], ids(runs, "first-0", ending="trained")[0]
-    go(browser, address, "overview?run=first-0", "document.querySelectorAll('.chart canvas').length > 3")
-    assert "static copy" in text(browser, ".status")
-    go(
-        browser,
+    browser.visit(address, "overview?run=first-0", "document.querySelectorAll('.chart canvas').length > 3")
+    assert "static copy" in browser.text(".status")
+    browser.visit(
         address,
         "episodes?run=first-0&ending=trained",
         "document.querySelectorAll('.window .row').length == 24",
     )
-    go(
-        browser,
+    browser.visit(
         address,
         f"episode?run=first-0&id={kept}&part=group",
         "document.querySelectorAll('.member').length == 3",
     )
-    go(browser, address, f"episode?run=first-0&id={kept}&part=tokens", "document.querySelector('.token')")
-    go(browser, address, f"episode?run=first-0&id={left_out}", "document.querySelector('.wrong')")
-    assert "does not contain it" in text(browser)
+    browser.visit(address, f"episode?run=first-0&id={kept}&part=tokens", "document.querySelector('.token')")
+    browser.visit(address, f"episode?run=first-0&id={left_out}", "document.querySelector('.wrong')")
+    assert "does not contain it" in browser.text()
+
+
+def test_one_episode_is_one_file(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    shown = ids(runs, "first-0", ending="trained", step=2)[1]
+    file = tmp_path / "episode.html"
+    write_episode_page(runs / "first-0", shown, file)
+    browser.visit(file.as_uri(), "", "document.querySelector('article.turn')")
+    assert browser.text("h1") == f"Episode {shown}"
+    assert browser.evaluate("document.querySelectorAll('header a[href], .bar a[href]').length") == 0, (
+        "nothing else is there"
+    )
+    browser.press("2")
+    browser.wait("document.querySelectorAll('.token').length > 5")
+    browser.evaluate(POINT_AT_LAST)
+    assert "1.155" in browser.text(".detail")  # the advantage
+    for key in "oegs":
+        browser.press(key)
+    browser.press("3")
+    browser.wait("document.querySelectorAll('.member').length == 3")
+    browser.evaluate("document.querySelector('.member:not(.self) a').click()")
+    browser.wait(f"document.querySelector('h1').innerText != 'Episode {shown}'")
+    assert browser.evaluate("document.querySelectorAll('.member').length") == 3
+    loaded = browser.evaluate("performance.getEntriesByType('resource').map(e => e.name)")
+    assert loaded == []
+
+
+def test_hostile_text_is_text_in_one_file(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    first = ids(runs, "hostile")[-2]
+    file = tmp_path / "</script><script>window.attacked = 3.html".replace("/", "")
+    write_episode_page(runs / "hostile", first, file)
+    for part in ("", "tokens", "group"):
+        browser.visit(file.as_uri(), f"episode?run=hostile&id={first}&part={part}", "document.querySelector('.body *')")
+        assert browser.evaluate("typeof attacked") == "undefined"
+        assert browser.evaluate("document.querySelectorAll('main script, main img, main b').length") == 0
+    browser.visit(file.as_uri(), f"episode?run=hostile&id={first}", "document.querySelector('article.turn')")
+    assert "<script>window.attacked = 1</script>" in browser.text(".assistant pre")
+    # The policy stops scripts that would be in the page.
+    browser.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'attacked = 4'}))")
+    assert browser.evaluate("typeof attacked") == "undefined"
 
 
 def test_100000_episodes(browser: Browser, tmp_path: Path) -> None:
@@ -255,7 +303,7 @@ def test_100000_episodes(browser: Browser, tmp_path: Path) -> None:
             browser.wait("document.querySelectorAll('.window .row').length > 10")
             loads.append(time.monotonic() - began)
             paints.append(browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
-        assert re.search(r"100,0\d\d of 100,0\d\d", text(browser))
+        assert re.search(r"100,0\d\d of 100,0\d\d", browser.text())
         for value in ("1..900", "", "2..900", ""):
             filters.append(browser.evaluate(FILTER % json.dumps(value)))
         filters.append(browser.evaluate(SORT))
@@ -268,7 +316,7 @@ def test_100000_episodes(browser: Browser, tmp_path: Path) -> None:
 def test_both_themes_and_a_narrow_window(browser: Browser, address: str, tmp_path: Path) -> None:
     for theme, dark in (("light", False), ("dark", True)):
         browser.look(1440, 900, theme)
-        go(browser, address, "overview", "document.querySelector('.chart canvas')")
+        browser.visit(address, "overview", "document.querySelector('.chart canvas')")
         colour = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (sum(map(int, colour[4:-1].split(","))) < 200) == dark
         browser.press("t")
@@ -276,6 +324,6 @@ def test_both_themes_and_a_narrow_window(browser: Browser, address: str, tmp_pat
         browser.press("t")
         browser.press("t")
     browser.look(500, 900)
-    go(browser, address, "overview", "document.querySelector('.chart canvas')")
+    browser.visit(address, "overview", "document.querySelector('.chart canvas')")
     assert browser.evaluate("document.documentElement.scrollWidth") <= 500
     browser.look(1440, 900)

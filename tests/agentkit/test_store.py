@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +265,8 @@ class Broken:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError("the network is down")
+
+    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...
 
     def rollback(self, step: int) -> None: ...
 

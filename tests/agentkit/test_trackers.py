@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dashboard_runs import HOSTILE, episode, turn
 from requiring import require
 
 from agentkit.config_io import parse_config
+from agentkit.records import EVALUATION
 from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
 from agentkit.trackers import open_trackers
+
+
+def evaluate(recorder: Recorder, step: int, text: str = "Right") -> None:
+    """Record an evaluation of six episodes, the first one of an environment that failed."""
+    recorder.begin_evaluation(step)
+    recorder.episode(step, replace(episode(9, 0, 0.0, turns=[]), outcome="voided"), EVALUATION)
+    for number in range(6):
+        recorder.episode(step, episode(number, 0, 1.0, turns=[turn("Down"), turn(text, 1.0)]), EVALUATION)
+    recorder.metrics(step, {"eval/success": 1.0})
 
 
 def test_tensorboard_shows_logged_metrics_without_rolled_back_ones(tmp_path: Path) -> None:
@@ -30,11 +42,20 @@ def test_tensorboard_shows_logged_metrics_without_rolled_back_ones(tmp_path: Pat
     with Recorder(directory, open_trackers(config, directory)) as recorder:
         recorder.rollback(2)
         recorder.metrics(3, {"rollout/success": 0.9})
+        evaluate(recorder, 3, text=HOSTILE)
     events = EventAccumulator(str(directory.logs / "tensorboard"))
     events.Reload()
     success = [(event.step, round(event.value, 3)) for event in events.Scalars("rollout/success")]
     assert success == [(1, 0.1), (2, 0.2), (3, 0.9)]
     assert [event.step for event in events.Scalars("imitation/loss")] == [1, 2]
+    (shown,) = events.Tensors("eval/episodes/text_summary")
+    assert shown.step == 3
+    first, *others = shown.tensor_proto.string_val[0].decode().split("\n\n---\n\n")
+    assert len(others) == 3
+    assert first.startswith("    FrozenLake-v1, seed 500: return 1, solved, terminated\n    --- turn 1: observation\n")
+    assert "<script>window.attacked = 1</script>" in first
+    assert all(line.startswith("    ") for text in (first, *others) for line in text.split("\n"))
+    assert not set(first) & set("\x1b\x07\u202e\u2028")
 
 
 def test_wandb_offline_keeps_the_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +67,16 @@ def test_wandb_offline_keeps_the_run_on_this_machine(tmp_path: Path, monkeypatch
     with Recorder(directory, open_trackers(config, directory)) as recorder:
         for step in range(1, 4):
             recorder.metrics(step, {"rollout/success": step / 10})
+        evaluate(recorder, 3)
+    (table,) = (directory.logs / "wandb").glob("offline-run-*/files/media/table/eval/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["seed", "return", "success", "turns", "episode"]
+    assert [row[:4] for row in content["data"]] == [[500 + number, 1.0, True, 2] for number in range(4)]
+    assert "answer, reward 1\nRight" in content["data"][0][4]
     (file,) = (directory.logs / "wandb").glob("offline-run-*/*.wandb")
     history, name, project = read_wandb(file)
-    assert [(row["step"], row["rollout/success"]) for row in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    success = [(row["step"], row["rollout/success"]) for row in history if "rollout/success" in row]
+    assert success == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert (name, project) == ("mine", "agentkit")
     again = open_trackers(config, directory)  # a resumed run keeps its identity
     again[0].close()

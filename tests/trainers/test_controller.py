@@ -367,7 +367,8 @@ async def test_episodes_of_broken_environments_are_replayed_and_reported(tmp_pat
     config = small(tmp_path / "run", env={"id": "Fragile-v0", "kwargs": {}, "parser": "plain"})
     summary, watcher = await go(config)
     assert summary.success_after == 1.0
-    assert sum(metrics["rollout/env_replays"] for metrics in watcher.metrics) > 0
+    replays = sum(metrics["rollout/env_replays"] for metrics in watcher.metrics)
+    assert replays == sum(metrics.get("rollout/env_replays/EnvCrashed", 0) for metrics in watcher.metrics) > 0
     assert sum(metrics["env/failures"] for metrics in watcher.metrics) == 0
     recovered = [event for event in recorded_events(config.dir) if event["event"] == "env_recovered"]
     assert recovered

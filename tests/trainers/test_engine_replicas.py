@@ -90,11 +90,14 @@ async def test_an_engine_lost_in_generation_costs_no_request(
             np.testing.assert_array_equal(got.ids, one.ids)
             np.testing.assert_allclose(got.logprobs, one.logprobs, atol=1e-4)
             assert (got.versions, got.finish_reason) == (one.versions, one.finish_reason)
-        assert events[0][0] == "engine_lost"
-        assert ("has ended" if fault == signal.SIGKILL else "hangs") in events[0][1]["text"]
-        while [kind for kind, _ in events] != ["engine_lost", "engine_joined"]:  # noqa: ASYNC110
+        lost = next(fields for kind, fields in events if kind == "engine_lost")
+        assert ("has ended" if fault == signal.SIGKILL else "hangs") in lost["text"]
+        while events[-1][0] != "engine_joined":  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        assert actors["engine 1"].pids != [pid]
+        placed = [fields["pid"] for kind, fields in events if kind == "role_placed" and fields["index"] == 1]
+        assert placed == [pid, *actors["engine 1"].pids]
+        assert placed[0] != placed[1]
+        assert [kind for kind, _ in events if kind != "role_placed"] == ["engine_lost", "engine_joined"]
 
 
 class View:

@@ -141,6 +141,15 @@ def rhythm(batch: Batch, waad: FloatArray, fai_sums: FloatArray, share: float) -
     return Rhythm(*scores, *(spread(marks, False) for marks in (local, anchors, dependent, introducing)))
 
 
+def mark_bits(marks: Rhythm) -> FloatArray:
+    """Return the marks of each token as one number, float32 ``[N]``.
+
+    It is the sum of 1 for a token of ``local``, 2 for ``anchors``, 4 for ``dependent`` and 8 for ``introducing``.
+    """
+    kinds = (marks.local, marks.anchors, marks.dependent, marks.introducing)
+    return np.stack(kinds, axis=1).astype(np.float32) @ np.array([1, 2, 4, 8], np.float32)
+
+
 def factors(marks: Rhythm, credit: str, amplification: float) -> FloatArray:
     """Return the factor ``gamma`` of each token's advantage, float32 ``[N]``; 1 outside of action tokens.
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pkgutil
+import socket
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,3 +88,8 @@ async def place(
     proxy = RemoteRole(name, len(slots))
     await proxy._launch(slots, factory, args, kwargs)
     return proxy
+
+
+def processes(role: Any, slots: Sequence[Slot] | None) -> list[tuple[str, int]]:
+    """Return host and process id of each process of a role that ``place`` returned, by rank."""
+    return [(socket.gethostname(), os.getpid())] if slots is None else role.processes

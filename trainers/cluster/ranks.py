@@ -71,7 +71,13 @@ class RemoteRole:
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank, each on the node of its rank."""
-        return [channel.identity.pid for channel in self._channels if channel.identity is not None]
+        return [pid for _, pid in self.processes]
+
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        """Address of the node and process id, by rank."""
+        identities = [channel.identity for channel in self._channels if channel.identity is not None]
+        return [(identity.address, identity.pid) for identity in identities]
 
     async def _launch(self, slots: Sequence[Slot], factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the actors and construct the role; on an error nothing remains."""

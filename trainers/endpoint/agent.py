@@ -210,7 +210,8 @@ class AgentPlayer:
                 task.end()
             _record(trajectory, task, session, problem, rules.format_penalty)
         finally:
-            trajectory.duration_s = time.perf_counter() - begun
+            trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
+            trajectory.sandboxes = env.sandboxes
             with contextlib.suppress(EngineError):
                 await self._engine.abort(session.name)
 

@@ -72,6 +72,8 @@ class EngineStats:
     """Version of the weights; set by a router for each of its engines."""
     restarts: int = 0
     """Engines that were lost."""
+    request_s: float = 0.0
+    """Sum of the seconds that requests were being computed: divided by the tokens, the time of a token."""
     engines: tuple[EngineStats, ...] = ()
     """Of a router: the counters of each engine, which a replacement continues."""
 

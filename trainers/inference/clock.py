@@ -1,6 +1,7 @@
 """Time during which an engine computes.
 
-Invariant: ``busy_s`` grows exactly while at least one request is in flight and the engine is not paused.
+Invariant: ``busy_s`` grows exactly while at least one request is in flight and the engine is not paused, ``request_s``
+as many times as fast as there are requests.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ class BusyClock:
         self._now = now
         self._in_flight = 0
         self._paused = False
-        self._total = 0.0
+        self._total = self._request_total = 0.0
         self._since = 0.0
 
     @property
     def busy_s(self) -> float:
         """Return the seconds so far, including the current period."""
         return self._total + (self._now() - self._since if self._runs else 0.0)
+
+    @property
+    def request_s(self) -> float:
+        """Return the sum of these seconds over the requests in flight."""
+        return self._request_total + (self._in_flight * (self._now() - self._since) if self._runs else 0.0)
 
     def enter(self) -> None:
         self._change(in_flight=self._in_flight + 1)
@@ -41,7 +47,7 @@ class BusyClock:
         return self._in_flight > 0 and not self._paused
 
     def _change(self, *, in_flight: int | None = None, paused: bool | None = None) -> None:
-        self._total, now = self.busy_s, self._now()
+        self._total, self._request_total, now = self.busy_s, self.request_s, self._now()
         self._since = now
         self._in_flight = self._in_flight if in_flight is None else in_flight
         self._paused = self._paused if paused is None else paused

@@ -46,7 +46,7 @@ class Core:
         self._waiting: deque[GenerationRequest] = deque()
         self._paused = False
         self._version = 0
-        self._busy_s = 0.0
+        self._busy_s = self._request_s = 0.0
 
     def has_work(self) -> bool:
         return not self._paused and bool(self._batch.rows or self._waiting)
@@ -64,7 +64,9 @@ class Core:
             )
             return
         finally:
-            self._busy_s += time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+            self._busy_s += seconds
+        self._request_s += seconds * (len(self._batch.rows) + len(finished))
         for ended in finished:
             if ended.reason is None:
                 problem = f"the weights of version {self._version} give non-finite probabilities: lower learner.lr"
@@ -153,6 +155,7 @@ class Core:
             busy_s=self._busy_s,
             running=len(self._batch.rows),
             waiting=len(self._waiting),
+            request_s=self._request_s,
         )
 
     def _finish(self, request: GenerationRequest, reason: FinishReason) -> None:

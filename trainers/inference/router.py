@@ -514,4 +514,5 @@ def _sum(parts: Sequence[EngineStats]) -> EngineStats:
         waiting=sum(part.waiting for part in parts),
         version=max((part.version for part in parts), default=0),
         restarts=sum(part.restarts for part in parts),
+        request_s=sum(part.request_s for part in parts),
     )

@@ -331,6 +331,7 @@ class VLLMEngine:
             busy_s=self._clock.busy_s,
             running=running,
             waiting=active - running,
+            request_s=self._clock.request_s,
         )
 
     def _serving(self) -> Any:

@@ -49,6 +49,8 @@ class Credit:
     def __init__(self, config: AlgorithmConfig, model: PreTrainedModel, ranks: Ranks):
         self.config, self.model, self.ranks = config, model, ranks
         self.heads: Heads | None = None
+        self.tokens: dict[str, FloatArray] = {}
+        """WAAD, FAI, factor and marks of each token of the last batch, ``[N]``."""
         self.layers = rhythm.middle_layers(model.config.get_text_config().num_hidden_layers)
         check_readable(model, self.layers)
 
@@ -69,6 +71,8 @@ class Credit:
         waad, fai_sums = self.read(batch, layouts(), forward)
         marks = rhythm.rhythm(batch, waad, fai_sums, self.config.credit_share)
         gamma = rhythm.factors(marks, self.config.credit, self.config.credit_amplification)
+        scores = {"waad": marks.waad.astype(np.float32), "fai": marks.fai.astype(np.float32)}
+        self.tokens = {**scores, "factor": gamma, "marks": rhythm.mark_bits(marks)}
         anchors = marks.local if self.config.credit == "local" else marks.anchors
         seconds = self.ranks.sum_metrics({"seconds": time.perf_counter() - began})["seconds"] / self.ranks.size
         metrics = {

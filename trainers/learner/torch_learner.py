@@ -30,6 +30,7 @@ from agentkit.trainers.weights.base import BUCKET_BYTES, Bucket, Staging, Weight
 from agentkit.trainers.weights.choose import staging_of
 from agentkit.trainers.weights.sender import Sender
 from agentkit.trainers.weights.sent import SentWeights
+from agentkit.types import FloatArray
 
 Result = TypeVar("Result")
 
@@ -76,6 +77,10 @@ class Learner:
         """Layers and head sets of the last batch's attention-rhythm credit; None before the first, or without it."""
         credit = self._ready.credit
         return await self._compute(credit.state) if credit is not None else None
+
+    async def token_credit(self) -> dict[str, FloatArray] | None:
+        """What the last batch gave each of its action tokens (see ``Training.token_credit``); None on other ranks."""
+        return self._ready.token_credit if self._rank == 0 else None
 
     async def publish(self, version: int) -> Weights:
         """Publish the policy's weights (plain names, adapters merged) as ``version``, for any number of engines.

@@ -77,6 +77,11 @@ class Training:
         self.backend = build_backend(self.policy.scorer, config.learner, self.ranks, "policy's")
         self.backend.adapter = self.policy.adapter
         self.critics: list[Critic] = []
+        self.token_credit: dict[str, FloatArray] = {}
+        """Of each action token of the last batch, float32 ``[action tokens]``, before the update: ``advantage`` and
+        ``weight`` in the policy loss; ``value_M`` of critic M for the state in which the token was chosen, and the
+        ``disagreement`` of several; with attention-rhythm credit ``waad``, ``fai``, the ``factor`` in the advantage,
+        and ``marks`` (see ``agentkit.trainers.algorithms.rhythm.mark_bits``)."""
         self.reference: Snapshot | None = None
         self.batches = 0
         """Batches trained on since reinforcement learning began."""
@@ -114,6 +119,7 @@ class Training:
         metrics: dict[str, float] = {}
         if self.credit is not None and not only_critics:
             metrics |= self._give_credit(self.credit, batch, sequences, columns)
+        self.token_credit = self._token_credit(batch, columns, with_rhythm=not only_critics)
         policy_parts: list[Sums] = []
         critic_parts: list[list[Sums]] = [[] for _ in self.critics]
         for number, minibatch in enumerate(self._minibatches(batch, sequences, step)):
@@ -290,6 +296,14 @@ class Training:
         )
         columns["advantages"] = columns["advantages"] * factors
         return metrics
+
+    def _token_credit(self, batch: Batch, columns: Columns, *, with_rhythm: bool) -> dict[str, FloatArray]:
+        names = {"advantages": "advantage", "policy_weight": "weight", "disagreement": "disagreement"}
+        names |= {f"old_values_{index}": f"value_{index}" for index in range(len(self.critics))}
+        found = {name: columns[column].numpy() for column, name in names.items() if column in columns}
+        if self.credit is not None and with_rhythm:
+            found |= self.credit.tokens
+        return {name: column[batch.mask].astype(np.float32) for name, column in found.items()}
 
     def _logprobs_at(self, layout: Layout) -> tuple[Tensor, Tensor]:
         return layout.positions, self._forward(layout)[0]

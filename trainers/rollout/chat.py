@@ -74,7 +74,8 @@ class ChatPlayer:
                     return
             trajectory.outcome, trajectory.reason = "truncated", "max_turns"
         finally:
-            trajectory.duration_s = time.perf_counter() - begun
+            trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
+            trajectory.sandboxes = env.sandboxes
 
     async def close(self) -> None:
         """Do nothing: the endpoint belongs to the caller."""

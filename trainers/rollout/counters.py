@@ -96,6 +96,7 @@ def _trained(
     algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
     episodes = [*(member for group, _ in groups for member in group.members), *refilled]
+    turns = [turn for episode in episodes for turn in episode.turns]
     ages = [age for _, age in groups]
     count = len(episodes)
     flat = sum(not carries_signal(group.members, algorithm) for group, _ in groups) + refills_without_signal
@@ -108,6 +109,7 @@ def _trained(
         "rollout/zero_signal_share": flat / (len(groups) + refills),
         "rollout/context_truncated": float(sum(e.reason == "context" for e in episodes)),
         "rollout/aborted_turns": sum(e.metrics.get("aborted_turns", 0.0) for e in episodes),
+        "rollout/cut_answers": sum(t.finish_reason == "length" for t in turns) / len(turns) if turns else 0.0,
         "staleness/mean": sum(ages) / len(ages),
         "staleness/max": float(max(ages)),
     }

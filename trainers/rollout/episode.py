@@ -194,7 +194,8 @@ class Player:
                     _truncate(trajectory, "env" if step.truncated else "max_turns", prompt, room)
                     return
         finally:
-            trajectory.duration_s = time.perf_counter() - begun
+            trajectory.duration_s, trajectory.ended_at = time.perf_counter() - begun, time.time()
+            trajectory.sandboxes = env.sandboxes
             with contextlib.suppress(EngineError):
                 await self.engine.abort(session)
 

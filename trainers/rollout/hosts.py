@@ -30,6 +30,7 @@ from agentkit.trainers.rollout.contract import (
 from agentkit.trainers.rollout.processes import CLOSE_TIMEOUT, WORKER, ProcessEnv
 from agentkit.trainers.rollout.sandboxes import ReplayedEnv, SandboxEnv, new_allocator
 from agentkit.trainers.rollout.source import EnvSource, Where
+from agentkit.types import Places
 
 if TYPE_CHECKING:
     from agentkit.envs.isolation.allocator import SandboxAllocator
@@ -41,6 +42,11 @@ class EnvHandle(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a call has not ended; it may never end."""
+        ...
+
+    @property
+    def sandboxes(self) -> Places:
+        """The sandboxes that the present episode was in."""
         ...
 
     async def reset(self, seed: int) -> str: ...
@@ -56,6 +62,7 @@ class InlineEnv:
     """An environment called directly in the event loop."""
 
     busy = False
+    sandboxes: Places = ()
 
     def __init__(self, source: EnvSource) -> None:
         self._source = source
@@ -92,6 +99,8 @@ class InlineEnv:
 
 class AsyncEnv:
     """An environment whose methods are coroutines."""
+
+    sandboxes: Places = ()
 
     def __init__(self, source: EnvSource) -> None:
         self._source = source
@@ -139,6 +148,8 @@ class AsyncEnv:
 
 class ThreadEnv:
     """A blocking environment in a daemon thread, which is abandoned if it hangs."""
+
+    sandboxes: Places = ()
 
     def __init__(self, source: EnvSource) -> None:
         self._source = source

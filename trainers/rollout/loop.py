@@ -8,6 +8,7 @@ voided is replaced; an engine's failure ends the run. The gate decides which gro
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from agentkit.config import RunConfig
@@ -23,7 +24,7 @@ from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.player import make_player
 from agentkit.trainers.rollout.plugin import group_filter
 from agentkit.trainers.rollout.renderer import ChatRenderer
-from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport
+from agentkit.trainers.rollout.sandbox_report import OnEvent, SandboxReport, name_of
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.trainers.rollout.tasks import TaskCursor
 from agentkit.trainers.weights.base import Weights
@@ -67,7 +68,8 @@ class RolloutLoop:
             on_error=self._stop,
         )
         self._pool = self._player.pool
-        self._recoveries = 0
+        self._recoveries: Counter[str] = Counter()
+        """Environments that were replaced within their episodes, by cause, as last reported."""
         self._sandboxes = SandboxReport(on_event, self._pool.recoveries, lambda: self._pool.spares)
         self._tasks = TaskCursor(config.env.first_seed, config.env.num_tasks)
         self._next_group = 0
@@ -134,11 +136,17 @@ class RolloutLoop:
         return f"{finished} finished, {len(self._player.alive)} being played"
 
     def metrics(self) -> dict[str, float]:
-        """Return counts and means since the last call."""
-        before, self._recoveries = self._recoveries, self._pool.recoveries.total
-        recoveries = float(self._recoveries - before)
-        recovered = {"rollout/env_replays": recoveries} if self._pool.source.recovery == "replay" else {}
-        return {**self._counters.snapshot(), **recovered, **self._sandboxes.metrics()}
+        """Return counts and means since the last call, and the numbers of groups in the gate now."""
+        before, self._recoveries = self._recoveries, Counter()
+        for (cause, _, _), number in self._pool.recoveries.recoveries.items():
+            self._recoveries[name_of(cause)] += number
+        new = self._recoveries - before
+        recovered: dict[str, float] = {}
+        if self._pool.source.recovery == "replay":
+            recovered = {"rollout/env_replays": float(new.total())}
+            recovered |= {f"rollout/env_replays/{cause}": float(number) for cause, number in new.items()}
+        gate = {"gate/running": float(len(self.gate.running)), "gate/ready": float(len(self.gate.ready))}
+        return {**self._counters.snapshot(), **gate, **recovered, **self._sandboxes.metrics()}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint between ``publish`` and ``next_batch``: JSON-able except for ``groups``.

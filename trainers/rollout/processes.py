@@ -11,6 +11,7 @@ from agentkit.envs.workers.client import ForkServer
 from agentkit.envs.workers.worker import Worker
 from agentkit.trainers.rollout.contract import TurnResult
 from agentkit.trainers.rollout.source import EnvSource
+from agentkit.types import Places
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that an environment gets for its ``close`` before its process is killed."""
@@ -20,6 +21,8 @@ WORKER = "agentkit.trainers.rollout.worker"
 
 class ProcessEnv:
     """A synchronous environment in a worker process, reused from episode to episode until something fails."""
+
+    sandboxes: Places = ()
 
     def __init__(self, source: EnvSource, server: ForkServer) -> None:
         self._source = source

@@ -18,6 +18,7 @@ from typing import Any
 
 from agentkit.errors import RunDirectoryError
 from agentkit.sandboxes import telemetry
+from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.recovery.record import Recovery, RecoveryLog
 from agentkit.sandboxes.tasks import stopped
 
@@ -27,6 +28,8 @@ OnEvent = Callable[..., None]
 EVENTS_AT_ONCE = 200
 EVENTS_PER_S = 0.1
 """Events that are written in the long run: a day of a crash loop fills about 2 MB."""
+STEPS_OF_HOST = 8
+"""Fewer steps of environments say little about a host."""
 _PERIOD = 1.0
 """Seconds between two looks at what was reported. Recoveries of one sandbox within this time are one event."""
 _BACKLOG = 100_000
@@ -43,6 +46,8 @@ class Tally:
     create_failures: int = 0
     removed: Counter[str] = field(default_factory=Counter)
     recoveries: list[Recovery] = field(default_factory=list)
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of the steps of environments by host."""
 
     def add(self, record: object) -> None:
         if isinstance(record, telemetry.Created):
@@ -51,6 +56,8 @@ class Tally:
             self.create_failures += 1
         elif isinstance(record, telemetry.Retired):
             self.removed[name_of(record.reason)] += 1
+        elif isinstance(record, telemetry.Stepped):
+            self.steps.setdefault(record.host, []).append(record.seconds)
         elif isinstance(record, Recovery) and record.sandbox:
             self.recoveries.append(record)
 
@@ -80,27 +87,41 @@ def tally_metrics(tally: Tally) -> dict[str, float]:
 
 
 def host_metrics(
-    sandboxes: Mapping[str, int], up: Mapping[str, bool], recovered: Mapping[str, int]
+    sandboxes: Mapping[str, int],
+    up: Mapping[str, bool],
+    recovered: Mapping[str, int],
+    steps: Mapping[str, Sequence[float]],
+    usage: Mapping[str, HostUsage],
 ) -> dict[str, float]:
-    """Return the metrics of each host; none if there is only one.
+    """Return the metrics of each host.
 
     Args:
         sandboxes: number of sandboxes of each host.
         up: whether each known server takes new sandboxes.
         recovered: number of recoveries of targets that were on each host.
+        steps: seconds of each step of an environment there; their median is a metric from ``STEPS_OF_HOST`` steps on.
+        usage: what of each host was in use, where it is known.
     """
-    hosts = {*sandboxes, *up, *recovered}
-    if len(hosts) < 2:
-        return {}
-    return {
-        f"sandbox/host/{host}/{name}": float(value)
-        for host in sorted(hosts)
-        for name, value in (
-            ("sandboxes", sandboxes.get(host, 0)),
-            ("recoveries", recovered.get(host, 0)),
-            ("up", up.get(host, True)),
-        )
+    hosts = {*sandboxes, *up, *recovered, *steps, *usage}
+    medians = {host: statistics.median(some) for host, some in steps.items() if len(some) >= STEPS_OF_HOST}
+    used = {
+        f"sandbox/host/{host}/{name}": float(getattr(usage[host], name))
+        for host in sorted(usage)
+        for name in ("cpu", "memory", "disk")
     }
+    return (
+        {f"sandbox/host/{host}/step_s": seconds for host, seconds in medians.items()}
+        | used
+        | {
+            f"sandbox/host/{host}/{name}": float(value)
+            for host in sorted(hosts)
+            for name, value in (
+                ("sandboxes", sandboxes.get(host, 0)),
+                ("recoveries", recovered.get(host, 0)),
+                ("up", up.get(host, True)),
+            )
+        }
+    )
 
 
 def incidents(records: Iterable[object]) -> list[tuple[str, dict[str, Any]]]:
@@ -210,8 +231,10 @@ class SandboxReport:
         recovered = Counter(recovery.host for recovery in tally.recoveries)
         up = {host: state == "up" for host, state in self._host_states.items()}
         sandboxes: Counter[str] = Counter()
+        usage: dict[str, HostUsage] = {}
         for pool in pools:
             sandboxes.update(pool.hosts())
+            usage.update(pool.usage())
         metrics = {
             **_states(pools),
             "sandbox/spares": self._spares(),
@@ -219,7 +242,7 @@ class SandboxReport:
             **tally_metrics(tally),
             "sandbox/hedges": self._hedged - before[0],
             "sandbox/hedges_won": self._won - before[1],
-            **host_metrics(sandboxes, up, recovered),
+            **host_metrics(sandboxes, up, recovered, tally.steps, usage),
         }
         return {name: float(value) for name, value in metrics.items()}
 

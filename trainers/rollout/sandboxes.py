@@ -14,6 +14,7 @@ from agentkit.envs.isolation.replay import SupervisedEnv
 from agentkit.sandboxes.recovery.record import Means, RecoveryLog
 from agentkit.trainers.rollout.contract import TurnResult, check_reset, run_actions_async
 from agentkit.trainers.rollout.source import EnvSource
+from agentkit.types import Places
 
 if TYPE_CHECKING:
     from agentkit.envs.isolation.allocator import SandboxAllocator
@@ -37,6 +38,10 @@ class SandboxEnv:
         self._env = SandboxedEnv(
             source.id, allocator=allocator, step_timeout=source.step_timeout, reset_timeout=source.reset_timeout
         )
+
+    @property
+    def sandboxes(self) -> Places:
+        return tuple(self._env.places)
 
     async def reset(self, seed: int) -> str:
         self.busy = True
@@ -63,6 +68,8 @@ class ReplayedEnv:
         dispose: closes a handle in the background.
         log: where recoveries are recorded.
     """
+
+    sandboxes: Places = ()
 
     def __init__(self, make: Callable[[], Any], dispose: Callable[[Any], None], log: RecoveryLog) -> None:
         self._env = _SupervisedHandle(make, dispose, log)

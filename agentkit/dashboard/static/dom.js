@@ -129,3 +129,15 @@ export function facts(pairs) {
 export function badge(text, kind = text) {
   return h("span", { class: `badge ${kind.replace(/[^a-z_]/g, "")}` }, safe(text));
 }
+
+/** A text for screen readers only. */
+export function unseen(text) {
+  return h("span", { class: "unseen" }, text);
+}
+
+/** A table. Cells: [content, class]. */
+export function grid(names, rows) {
+  return h("div", { class: "scroll free", tabindex: 0 }, h("table", { class: "grid" },
+    h("thead", null, h("tr", null, names.map((name, index) => h("th", { scope: "col", class: rows[0]?.[index]?.[1] === "num" ? "num" : null }, name)))),
+    h("tbody", null, rows.map((cells) => h("tr", null, cells.map(([content, kind]) => h("td", { class: kind ?? null }, content)))))));
+}

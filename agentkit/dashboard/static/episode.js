@@ -1,7 +1,7 @@
 // One episode: conversation, tokens, and its group.
 
 import { ask, drawnPage } from "./data.js";
-import { badge, block, count, duration, facts, h, line, number, safe } from "./dom.js";
+import { badge, block, count, duration, facts, h, line, number, plain, safe } from "./dom.js";
 import { lastList } from "./episodes.js";
 import { groupView } from "./group.js";
 import { change, go, link, route } from "./state.js";
@@ -22,10 +22,10 @@ export class Episode {
     const [run, id] = [params.get("run"), params.get("id")];
     if (this.address === location.hash) return;
     const address = this.address = location.hash;
-    const nothing = (error) => ({ advantages: null, policy_weight: null, note: error.message });
+    const nothing = (error) => ({ advantages: null, values: [], note: error.message });
     try {
-      const [episode, advantages] = await Promise.all([this.load("episode", run, id), this.load("advantages", run, id).catch(nothing)]);
-      if (address === location.hash) this.draw(run, episode, advantages);
+      const [episode, credit] = await Promise.all([this.load("episode", run, id), this.load("credit", run, id).catch(nothing)]);
+      if (address === location.hash) this.draw(run, episode, credit);
     } catch (error) {
       if (address !== location.hash) return;
       this.address = null; // ask again at the next update
@@ -41,14 +41,14 @@ export class Episode {
     return answer;
   }
 
-  draw(run, episode, advantages) {
+  draw(run, episode, credit) {
     const part = route().params.get("part") ?? "";
     const ids = lastList.run === run ? lastList.ids : [];
     const place = ids.indexOf(episode.id);
     this.run = run;
     this.before = place > 0 ? ids[place - 1] : null;
     this.after = place >= 0 && place + 1 < ids.length ? ids[place + 1] : null;
-    const step = (id, text) => h("a", { class: "button", href: id === null ? null : link("episode", { run, id, part }), "aria-disabled": id === null }, text);
+    const step = (id, text) => h("a", { class: "button", href: id === null ? null : link("episode", { run, id, part }), "aria-disabled": id === null ? "true" : null }, text);
     const head = h("div", { class: "bar" },
       h("a", { href: link("episodes", { run }), class: "crumb" }, line(run)),
       h("h1", null, `Episode ${episode.id}`), badge(episode.ending), episode.ending_reason ? h("small", null, line(episode.ending_reason)) : null,
@@ -61,7 +61,7 @@ export class Episode {
     this.tokens?.destroy();
     this.tokens = null;
     if (part === "tokens") {
-      this.tokens = new TokenView(this.body, run, episode, advantages);
+      this.tokens = new TokenView(this.body, run, episode, credit);
     } else if (part === "group") {
       this.drawGroup(run, episode);
     } else {
@@ -86,6 +86,8 @@ export class Episode {
         episode.attempt ? ["Attempt", String(episode.attempt + 1)] : null,
         ["Tokens", `${count(episode.tokens)}, ${count(episode.action_tokens)} of answers`],
         ["Duration", duration(episode.duration_s)],
+        episode.sandboxes.length ? ["Sandbox", episode.sandboxes.flatMap(([host, sandbox], index) =>
+          [index ? " → " : "", h("a", { href: link("sandboxes", { run, box: sandbox }), title: plain(host) }, line(sandbox, 60))])] : null,
         ...Object.entries(episode.metrics).map(([name, value]) => [line(name), number(value)]),
       ]),
       h("div", { class: "shares" }, share(episode.generate_s, "generation", "generation"), share(episode.env_s, "environment", "environment"), share(waiting, "waiting", "waiting")),
@@ -107,7 +109,7 @@ export class Episode {
     if (address !== location.hash) return;
     const drawn = (state, alt) => {
       if (pictures[state]) return h("img", { class: "picture", src: pictures[state], alt });
-      return state < pages && h("iframe", { class: "picture", src: drawnPage(run, episode.id, state), title: alt, sandbox: "", loading: "lazy" });
+      return state < pages && h("iframe", { class: "picture", ...drawnPage(run, episode.id, state), title: alt, sandbox: "", loading: "lazy" });
     };
     this.body.querySelectorAll(".message.user").forEach((message, index) => message.prepend(drawn(index, `State before turn ${index + 1}`) || ""));
     const last = drawn(episode.turns.length, "Last state");

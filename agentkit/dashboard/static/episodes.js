@@ -24,7 +24,7 @@ export class Episodes {
     this.rows = h("div", { class: "window" });
     this.space = h("div", { class: "space" }, this.rows);
     this.scroller = h("div", { class: "list", role: "table", "aria-label": "Episodes", tabindex: 0, onscroll: () => this.drawRows() }, this.head, this.space);
-    root.replaceChildren(this.filters, this.summary, this.scroller);
+    root.replaceChildren(h("h1", { class: "unseen" }, "Episodes"), this.filters, this.summary, this.scroller);
     this.cursor = -1;
   }
 

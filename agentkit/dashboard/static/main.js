@@ -1,19 +1,21 @@
 // The page: its header, the view of the address, updates, and keys.
 
-import { ask, isCopy } from "./data.js";
+import { ask, isCopy, onlyEpisode } from "./data.js";
 import { h } from "./dom.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
 import { Overview } from "./overview.js";
+import { Pipeline } from "./pipeline.js";
+import { Sandboxes } from "./sandboxes.js";
 import { go, link, route } from "./state.js";
 
 const EVERY_MS = 3000;
-const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode };
+const VIEWS = { overview: Overview, episodes: Episodes, episode: Episode, pipeline: Pipeline, sandboxes: Sandboxes };
 const THEMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const KEYS = [
-  ["o", "overview"], ["e", "episodes"], ["/", "search"], ["j / k", "next, previous row or turn"], ["Enter", "open the row"],
-  ["n / p", "next, previous episode"], ["1 2 3", "conversation, tokens, group"], ["← →", "previous, next token"], ["Esc", "back"], ["t", "theme"], ["?", "these keys"],
-];
+  ["o", "overview", true], ["e", "episodes", true], ["g", "pipeline", true], ["s", "sandboxes", true], ["/", "search", true], ["j / k", "next, previous row or turn"], ["Enter", "open the row", true],
+  ["n / p", "next, previous episode", true], ["1 2 3", "parts of the view"], ["← →", "previous, next token or step"], ["Esc", "back", true], ["t", "theme"], ["?", "these keys"],
+].filter(([, , ofSeveralViews]) => !onlyEpisode || !ofSeveralViews);
 
 const root = document.getElementById("view");
 const status = h("span", { class: "status", role: "status" });
@@ -25,10 +27,12 @@ let lastAnswer = "";
 
 function drawHeader() {
   const { view } = route();
-  const tab = (name, text) => h("a", { href: link(name), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
+  const run = ofOneRun();
+  const tab = (name, text) => h("a", { href: link(name, name === "overview" ? {} : { run }), "aria-current": view.startsWith(name.slice(0, 7)) ? "page" : null }, text);
   document.getElementById("top").replaceChildren(
-    h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
-    h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes")),
+    ...(onlyEpisode ? [h("span", { class: "brand" }, "agentkit")] : [
+      h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
+      h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline"), tab("sandboxes", "Sandboxes"))]),
     h("div", { class: "spring" }), status, theme, h("button", { onclick: () => help.showModal(), title: "Keys (?)" }, "?"));
 }
 
@@ -59,7 +63,7 @@ async function update() {
   try {
     const runs = await ask("runs");
     const running = runs.filter((run) => run.status === "running").length;
-    status.textContent = isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
+    status.textContent = onlyEpisode ? "one episode" : isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
     status.className = running && !isCopy ? "status live" : "status";
     const { view } = route();
     if (shown !== view) {
@@ -88,6 +92,12 @@ async function repeat() {
   setTimeout(repeat, EVERY_MS);
 }
 
+/** The run of the view; null in the overview, whose address names those that are selected. */
+function ofOneRun() {
+  const { view, params } = route();
+  return view === "overview" ? null : params.get("run");
+}
+
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") {
@@ -99,7 +109,9 @@ function onKey(event) {
   if (event.target.matches?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
   const actions = {
     o: () => go("overview"),
-    e: () => go("episodes", { run: route().params.get("run") }),
+    e: () => go("episodes", { run: ofOneRun() }),
+    g: () => go("pipeline", { run: ofOneRun() }),
+    s: () => go("sandboxes", { run: ofOneRun() }),
     t: nextTheme,
     "?": () => help.showModal(),
     "/": () => root.querySelector("[data-search]")?.focus(),
@@ -118,6 +130,7 @@ help.append(
 document.body.append(help);
 if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
 setTheme(storedTheme());
+if (onlyEpisode && route().view !== "episode") history.replaceState(null, "", link("episode", onlyEpisode));
 drawHeader();
 addEventListener("hashchange", update);
 addEventListener("keydown", onKey);

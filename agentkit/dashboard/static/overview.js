@@ -1,16 +1,17 @@
-// Runs, their curves, evaluations and settings.
+// Runs, their curves, evaluations, settings and alerts.
 
+import { alertsMark, alertsOf, alertsTab } from "./alerts.js";
 import { COLOURS, Chart } from "./chart.js";
 import { band, joined, matching, smoothed } from "./curves.js";
 import { ask, isCopy } from "./data.js";
-import { ago, badge, choice, count, duration, field, h, line, number, percent, plain, short } from "./dom.js";
+import { ago, badge, choice, count, duration, field, h, line, number, percent, plain, short, unseen } from "./dom.js";
 import { change, go, link, route } from "./state.js";
 
 const MAIN = ["eval/success", "rollout/success", "rollout/return_mean", "rollout/turns_mean", "policy/entropy", "policy/loss",
   "staleness/mean", "engine/tokens_per_s", "time/step", "env/failures"];
 const SELECTED_AT_FIRST = 6;
 const MOST_INTERVALS = 3; // more bands hide each other
-const TABS = [["curves", "Curves"], ["evaluation", "Evaluation"], ["settings", "Settings"]];
+const TABS = [["curves", "Curves"], ["evaluation", "Evaluation"], ["settings", "Settings"], ["alerts", "Alerts"]];
 
 export class Overview {
   constructor(root) {
@@ -45,6 +46,7 @@ export class Overview {
       return;
     }
     const selected = this.selected();
+    if (tab === "alerts") return this.drawAlerts(selected);
     if (tab === "settings") await this.loadSettings(selected);
     else await this.loadMetrics(selected);
     if (tab !== this.tab || route().view !== "overview") return;
@@ -100,14 +102,14 @@ export class Overview {
     const first = (run) => (run.status === "running" ? 0 : 1);
     const ordered = this.runs.filter((run) => shown.includes(run.name)).sort((a, b) => first(a) - first(b));
     const rows = ordered.map((run) => this.row(run, selected.has(run.name)));
-    const names = ["", "Run", "Status", "Progress", "Left", "Success", "Return", "Episodes", "Tokens", "Env. time", "Worked", "Updated"];
+    const names = [unseen("Selected"), "Run", "Status", "Progress", "Left", "Success", "Return", "Episodes", "Tokens", "Env. time", "Worked", "Updated"];
     const table = h("table", { class: "grid" },
       h("thead", null, h("tr", null, names.map((name, index) => h("th", { class: index > 4 && index < 11 ? "num" : null, scope: "col" }, name)))),
       h("tbody", null, rows));
     if (!this.search) {
       this.search = field("Runs", search, { type: "search", placeholder: "Find runs", class: "search", "data-search": "" },
         (value) => { change({ find: value }); this.drawRuns(); });
-      this.tableBody = h("div", { class: "scroll" });
+      this.tableBody = h("div", { class: "scroll", tabindex: 0 });
       const all = h("button", { onclick: () => { change({ run: matching(this.runs.map((run) => run.name), route().params.get("find")) }); this.show(this.runs); } }, "Select all");
       const none = h("button", { onclick: () => { change({ run: "none" }); this.show(this.runs); } }, "None");
       this.title = h("h1", null, "Runs");
@@ -133,7 +135,7 @@ export class Overview {
       h("td", { class: "pick" }, h("label", null, box, mark)),
       h("td", { class: "name", title: plain(run.path) }, h("a", { href: link("episodes", { run: run.name }) }, line(run.name)),
         h("small", null, line([run.env, run.algorithm].filter(Boolean).join(" · ")))),
-      h("td", { title: run.error ? plain(run.error) : null }, badge(run.status), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
+      h("td", { title: run.error ? plain(run.error) : null }, badge(run.status), alertsMark(run), run.error ? h("small", { class: "wrong" }, line(run.error, 36)) : null),
       h("td", null, run.steps ? h("div", { class: "progress", title: `step ${run.step} of ${run.steps}` },
         h("div", { style: { width: `${100 * share}%` } }), h("span", null, `${count(run.step)} / ${count(run.steps)}`)) : "–"),
       h("td", null, duration(run.left_s)),
@@ -150,7 +152,8 @@ export class Overview {
   drawTabs() {
     const now = route().params.get("tab") ?? "curves";
     this.tabs.replaceChildren(...TABS.map(([tab, text]) =>
-      h("button", { "aria-current": tab === now ? "page" : null, onclick: () => { change({ tab: tab === "curves" ? "" : tab }); this.show(this.runs); } }, text)));
+      h("button", { "aria-current": tab === now ? "page" : null, onclick: () => { change({ tab: tab === "curves" ? "" : tab }); this.show(this.runs); } },
+        tab === "alerts" ? alertsTab(this.selected()) : text)));
   }
 
   clear() {
@@ -292,7 +295,7 @@ export class Overview {
       this.body.replaceChildren(h("p", { class: "empty" }, "The selected runs have no evaluation yet."));
       return;
     }
-    const names = [["", ""], ["Run", ""], ["Step", "num"], ["Success", "num"], ["95 % interval", "num"], ["", ""], ["Episodes", "num"], ["Return", "num"]];
+    const names = [[unseen("Colour"), ""], ["Run", ""], ["Step", "num"], ["Success", "num"], ["95 % interval", "num"], [unseen("Drawn"), ""], ["Episodes", "num"], ["Return", "num"]];
     this.body.replaceChildren(
       h("p", { class: "note" }, "Share of evaluation episodes that succeeded, with the Wilson 95 % interval. Episodes whose environment failed do not count."),
       h("table", { class: "grid evaluations" },
@@ -323,7 +326,7 @@ export class Overview {
     const differs = (name) => new Set(all.map((settings) => text(settings[name]))).size > 1;
     const onlyDifferent = (params.get("all") ?? (selected.length > 1 ? "" : "1")) !== "1";
     const shown = matching(names, params.get("set")).filter((name) => !onlyDifferent || differs(name));
-    const table = h("div", { class: "scroll free" }, h("table", { class: "grid settings" },
+    const table = h("div", { class: "scroll free", tabindex: 0 }, h("table", { class: "grid settings" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Setting"), selected.map((run) =>
         h("th", { scope: "col" }, h("i", { class: "dot", style: { background: this.colour(run.name) } }), line(run.name))))),
       h("tbody", null, shown.map((name) => h("tr", { class: differs(name) ? "differs" : null }, h("th", { scope: "row" }, line(name)),
@@ -339,6 +342,11 @@ export class Overview {
         h("label", { class: "field check" }, box, h("span", null, "Only differences")));
       this.body.replaceChildren(this.tools, this.settingsTable);
     }
+  }
+
+  async drawAlerts(selected) {
+    const list = await alertsOf(selected, (name) => this.colour(name));
+    if (this.tab === "alerts" && route().view === "overview") this.body.replaceChildren(list);
   }
 
   recolour() {

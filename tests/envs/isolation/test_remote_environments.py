@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +26,7 @@ from agentkit.envs.code_contest import CodeContest
 from agentkit.envs.isolation.placement import place
 from agentkit.envs.sync import SyncTextEnv
 from agentkit.errors import ConfigError
+from agentkit.jsonl import read_jsonl
 from agentkit.preflight import check
 
 TOKEN = "a-token-of-the-tests-alone"
@@ -151,6 +156,53 @@ def test_a_run_survives_the_loss_of_a_server(servers: list[Server], tmp_path: Pa
     result = agentkit.train({**SMALL, "env": env, "dir": tmp_path / "run"}, on_step=on_step, on_episode=episodes.append)
     assert result.finished
     assert [episode.reason for episode in episodes if episode.outcome == "voided"] == []
+
+
+@contextlib.contextmanager
+def delayed(url: str, seconds: float) -> Iterator[str]:
+    """Yield the address of a relay to a server, whose answers it delays."""
+    ready: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(delay)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        from_server, to_server = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pass_on(reader, to_server, 0.0), pass_on(from_server, writer, seconds))
+
+    async def serve() -> None:
+        relay, end = await asyncio.start_server(connect, "127.0.0.1", 0), asyncio.Event()
+        port = relay.sockets[0].getsockname()[1]
+        ready.put((f"http://127.0.0.1:{port}", asyncio.get_running_loop(), end))
+        await end.wait()
+        relay.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    address, loop, end = ready.get(timeout=60)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_server_that_is_slower_than_the_other_is_an_alert(servers: list[Server], tmp_path: Path) -> None:
+    with delayed(servers[1].url, 0.2) as slow:
+        env = {**SMALL["env"], "parser": "plain", "sandbox": "remote", "servers": [servers[0].url, slow]}
+        env |= {"sandbox_spec": local_spec(), "reset_timeout": 120.0}
+        agentkit.train({**SMALL, "steps": 4, "env": env, "dir": tmp_path / "run"})
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    (alert,) = [event for event in events if event["event"] == "alert" and event["name"] == "slow_host"]
+    assert alert["subject"] == slow.removeprefix("http://")
 
 
 @pytest.mark.docker

@@ -429,6 +429,7 @@ class EngineConformance:
         computed = after.prefilled_tokens + after.reused_tokens - before.prefilled_tokens - before.reused_tokens
         assert computed == 6 * 17
         assert after.busy_s > before.busy_s
+        assert after.request_s - before.request_s >= 0.99 * (after.busy_s - before.busy_s)
         assert (after.running, after.waiting) == (0, 0)
 
     async def test_close_ends_all_pending_requests(self, make: Any) -> None:

@@ -143,7 +143,7 @@ class Engine:
 
     async def stats(self) -> EngineStats:
         await self._answering()
-        return EngineStats(self.tokens, 0, 0, float(self.tokens), len(self.running), 0)
+        return EngineStats(self.tokens, 0, 0, float(self.tokens), len(self.running), 0, request_s=float(self.tokens))
 
     async def close(self) -> None:
         self.change(closed=True)
@@ -469,6 +469,7 @@ async def test_counters_never_go_back() -> None:
         assert stats.generated_tokens >= seen
         assert stats.generated_tokens == sum(engine.generated_tokens for engine in stats.engines)
         assert stats.busy_s == sum(engine.busy_s for engine in stats.engines) / 2
+        assert stats.request_s == stats.generated_tokens
         seen = stats.generated_tokens
     stats = await router.stats()
     assert [engine.restarts for engine in stats.engines] == [1, 0]

@@ -154,7 +154,7 @@ def test_shapes_of_a_checkpoint(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "pause", "resume"]), st.integers(0, 5)), max_size=40))
 def test_busy_seconds_are_those_with_requests_and_without_pause(events: list[tuple[str, int]]) -> None:
-    now, in_flight, paused, expected = 0.0, 0, False, 0.0
+    now, in_flight, paused, expected, of_requests = 0.0, 0, False, 0.0, 0.0
     clock = BusyClock(lambda: now)
     for event, wait in events:
         if event == "leave" and in_flight == 0:
@@ -164,4 +164,5 @@ def test_busy_seconds_are_those_with_requests_and_without_pause(events: list[tup
         paused = {"pause": True, "resume": False}.get(event, paused)
         now += wait
         expected += wait if in_flight and not paused else 0
-        assert clock.busy_s == pytest.approx(expected)
+        of_requests += wait * in_flight if not paused else 0
+        assert (clock.busy_s, clock.request_s) == pytest.approx((expected, of_requests))

@@ -270,7 +270,9 @@ async def test_an_episode_that_outgrows_the_context_is_truncated() -> None:
         assert 2 < len(member.turns) < 50
         assert member.num_tokens <= 256
         assert len(member.final_ids) == 0  # no state that a critic knows: it counts as ended
-    assert harness.loop.metrics()["rollout/context_truncated"] == 4
+    metrics, turns = harness.loop.metrics(), [turn for member in group.members for turn in member.turns]
+    assert metrics["rollout/context_truncated"] == 4
+    assert metrics["rollout/cut_answers"] == sum(turn.finish_reason == "length" for turn in turns) / len(turns)
     harness = Harness(configure(engine={"max_context": 40}))
     with pytest.raises(ConfigError, match=r"engine\.max_context=40"):
         await harness.run(1)

@@ -19,6 +19,7 @@ from agentkit.errors import EngineUnavailable
 from agentkit.sandboxes import SandboxPool, telemetry
 from agentkit.sandboxes.backends.local.backend import LocalBackend
 from agentkit.sandboxes.backends.remote.backend import RemoteBackend
+from agentkit.sandboxes.pool.health import HostUsage
 from agentkit.sandboxes.recovery.record import Recovery, RecoveryLog
 from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.testing import virtual_time
@@ -126,7 +127,8 @@ def test_pools_report_what_they_create_and_lose() -> None:
         0.5,
         0.75,
     )
-    assert not any(name.startswith("sandbox/host/") for name in first)  # there is one
+    here = f"sandbox/host/{socket.gethostname()}"
+    assert (first[f"{here}/sandboxes"], first[f"{here}/recoveries"], first[f"{here}/up"]) == (2, 2, 1)
     assert second["sandbox/recoveries"] == second["sandbox/created"] == second["sandbox/idle"] == 0
     assert second["sandbox/removed/closed"] == 2
     assert sorted(event["in_use"] for event in events.of("sandbox_lost")) == [False, True]
@@ -159,6 +161,7 @@ async def test_several_hosts_of_which_one_drains() -> None:
         second = report.metrics()
     assert [first[f"sandbox/host/{host}/up"] for host in hosts] == [1, 1]
     assert sum(first[f"sandbox/host/{host}/sandboxes"] for host in hosts) == first["sandbox/idle"] == 4
+    assert all(0 < first[f"sandbox/host/{host}/memory"] < 1 for host in hosts)
     (change,) = events.of("sandbox_host")
     assert (change["host"], change["before"], change["state"]) == (hosts[0], "up", "unschedulable")
     assert "draining" in change["reason"]
@@ -197,11 +200,17 @@ def test_the_rate_of_events_recovers() -> None:
     assert events[2]["lost"] == 3
 
 
-def test_several_hosts_have_metrics_of_their_own() -> None:
-    metrics = host_metrics({"a:1": 3}, {"a:1": True, "b:1": False}, {"b:1": 2})
+def test_hosts_have_metrics_of_their_own() -> None:
+    usage = {"a:1": HostUsage(memory=0.5, disk=0.25, cpu=0.75)}
+    steps = {"a:1": [0.1] * 7, "b:1": [0.1, 0.2, 0.2, 0.3] * 2}
+    metrics = host_metrics({"a:1": 3}, {"a:1": True, "b:1": False}, {"b:1": 2}, steps, usage)
     assert metrics["sandbox/host/a:1/sandboxes"] == 3
     assert (metrics["sandbox/host/b:1/up"], metrics["sandbox/host/b:1/recoveries"]) == (0, 2)
-    assert host_metrics({"a:1": 3}, {"a:1": True}, {"a:1": 1}) == {}
+    assert metrics["sandbox/host/b:1/step_s"] == pytest.approx(0.2)
+    assert "sandbox/host/a:1/step_s" not in metrics, "seven steps say little"
+    used = [metrics[f"sandbox/host/a:1/{name}"] for name in ("cpu", "memory", "disk")]
+    assert used == [0.75, 0.5, 0.25]
+    assert "sandbox/host/b:1/cpu" not in metrics
 
 
 def test_reasons_become_names() -> None:
