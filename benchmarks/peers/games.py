@@ -50,7 +50,8 @@ class Line:
         seconds = delay(self._random)
         if seconds == float("inf"):
             _forever.wait()
-        time.sleep(seconds)
+        else:
+            time.sleep(seconds)
         self._steps += 1
         self._position = (self._position + (1 if direction == "R" else -1)) % 10
         return self._text(), (direction == "R") / TURNS, self._steps == TURNS

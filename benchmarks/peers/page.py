@@ -116,10 +116,11 @@ def _curve(results: Mapping[str, Any]) -> str:
         return "Not measured yet.\n"
     success = results["curve"]["success"]
     tenth = max(1, len(success) // 10)
+    first, last = mean(success[:tenth]), mean(success[-tenth:])
     return (
-        f"![Success of TRL in FrozenLake](peers_trl_frozen_lake.svg)\n\nIn {len(success)} steps of 32 episodes, success "
-        f"in training goes from {mean(success[:tenth]):.0%} (mean of the first {tenth} steps) to "
-        f"{mean(success[-tenth:]):.0%} (last {tenth}).\n"
+        "![Success of TRL in FrozenLake](peers_trl_frozen_lake.svg)\n\n"
+        f"In {len(success)} steps of 32 episodes, success in training goes from {first:.0%} (mean of the first {tenth} "
+        f"steps) to {last:.0%} (last {tenth}).\n"
     )
 
 
@@ -184,8 +185,8 @@ The length of an answer follows from the weights: the single-turn model cannot e
 knows its calls by heart. The table shows the tokens that were generated per episode.
 
 In the second table of a setting, *wait* is the time until the episodes of a step are complete, of which *generation*
-is the time in which answers are computed. *Training* is the forward and backward pass and the optimiser (with TRL up to
-the clipped gradient; its optimiser's step is in *rest*), *update* the transfer of the weights to the engine. With async
+is the time in which answers are computed. *Training* is the forward and backward pass and the optimiser (with TRL
+without clipping and the optimiser, which are in *rest*), *update* the transfer of the weights to the engine. With async
 ratio 1, *generation* overlaps with *training* and is no part of *wait*. The floor has no optimiser.
 
 ## Single turn
