@@ -49,7 +49,7 @@ def measure(setting: Setting, arm: str, models: Path, steps: int) -> list[Step]:
     def end(step: int, metrics: Any) -> None:
         nonlocal tokens, episodes, cpu
         now, seconds = time.process_time(), metrics["time/step"]
-        step = Step(
+        counted = Step(
             seconds=seconds,
             cpu=now - cpu,
             generation=metrics["engine/busy_share"] * seconds,
@@ -59,7 +59,7 @@ def measure(setting: Setting, arm: str, models: Path, steps: int) -> list[Step]:
             tokens=tokens,
             episodes=episodes,
         )
-        taken.append(step)
+        taken.append(counted)
         cpu, tokens, episodes = now, 0, 0
 
     with tempfile.TemporaryDirectory() as directory:
