@@ -80,7 +80,15 @@ def verdict(setting: Setting, rounds: Rounds) -> str:
     """Return whether the goals are met."""
     wanted, sentences = FASTER[setting.name], []
     for arm in (SYNC, ASYNC):
-        found = median(ratios(rounds, arm, TRL, "seconds"))
+        of_rounds = ratios(rounds, arm, TRL, "seconds")
+        found = median(of_rounds)
+        if min(of_rounds) < 1 < max(of_rounds):
+            cpu = median(ratios(rounds, arm, TRL, "cpu"))
+            sentences.append(
+                f"- {arm}: **no verdict**, because the rounds disagree on what is faster ({_spread(of_rounds)}): other "
+                f"work disturbed them. TRL needs {cpu:.2f} times the CPU seconds; the goal is {wanted:g} times.\n"
+            )
+            continue
         met = "met" if found >= wanted else "**missed**"
         sentence = f"{arm}: {found:.2f} times as fast as TRL; the goal of {wanted:g} times is {met}"
         if FLOOR in rounds[0]:

@@ -39,6 +39,14 @@ def test_goals() -> None:
     assert "the goal of 5 times is **missed**" in verdict(MULTI, rounds())
 
 
+def test_rounds_that_disagree_give_no_verdict() -> None:
+    measured = rounds()
+    measured[1][SYNC] = [step(12.0)] * 2
+    text = verdict(SINGLE, measured)
+    assert f"{SYNC}: **no verdict**, because the rounds disagree on what is faster (1.25 (0.50 to 2.00))" in text
+    assert f"{ASYNC}: 3.00 times as fast" in text
+
+
 def test_arms_with_other_tokens_cannot_be_compared() -> None:
     assert problems(SINGLE, rounds()) == []
     measured = rounds()
