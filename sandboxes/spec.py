@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from agentkit.config import Strict
 from agentkit.sandboxes.egress.allowlist import parse_domain, parse_range
+from agentkit.sandboxes.egress.forward import parse_address
 
 DEFAULT_IMAGE = "agentkit/base"
 """Built by ``agentkit sandbox build``: a minimal Debian with Python, a shell and an unprivileged user."""
@@ -82,12 +83,13 @@ class Resources(Spec):
 
 
 class Network(Spec):
-    """Network access: none, everything (``bridge``), or listed hosts through a proxy (``allow``).
+    """Network access: none, everything (``bridge``), listed hosts through a proxy (``allow``), or one server
+    (``forward``).
 
-    Use ``Network.none()``, ``Network.bridge()`` or ``Network.allow(domains=…)``.
+    Use ``Network.none()``, ``Network.bridge()``, ``Network.allow(domains=…)`` or ``Network.forward(address)``.
     """
 
-    mode: Literal["none", "bridge", "allow"] = "none"
+    mode: Literal["none", "bridge", "allow", "forward"] = "none"
     domains: tuple[str, ...] = ()
     """With ``allow``: host names; ``*.example.org`` matches every name below ``example.org``, but not that name itself.
     Ports 80 and 443, unless the entry has a port: ``example.org:8080`` allows 8080 only. Names may resolve to public
@@ -96,6 +98,8 @@ class Network(Spec):
     """With ``allow``: address ranges that programs may connect to by address; names need an entry in ``domains``. Ports
     as above: ``10.0.0.0/8:5432``, ``[fd00::/8]:5432``. Private, loopback and link-local addresses need an explicit
     range: ``0.0.0.0/0`` does not include them, ``10.1.0.0/16`` does."""
+    address: str | None = None
+    """With ``forward``: the server, as ``host:port`` for the machine that runs the sandbox."""
 
     @field_validator("domains")
     @classmethod
@@ -107,12 +111,21 @@ class Network(Spec):
     def _ranges_exist(cls, cidrs: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(parse_range(cidr)) for cidr in cidrs)
 
+    @field_validator("address")
+    @classmethod
+    def _server_exists(cls, address: str | None) -> str | None:
+        if address is not None:
+            parse_address(address)
+        return address
+
     @model_validator(mode="after")
     def _lists_belong_to_allow(self) -> Network:
         if (self.mode == "allow") != bool(self.domains or self.cidrs):
             raise ValueError(
                 "domains and cidrs belong to mode='allow', which needs one of them; use Network.allow(domains=…)"
             )
+        if (self.mode == "forward") != (self.address is not None):
+            raise ValueError("address belongs to mode='forward', which needs it; use Network.forward('host:port')")
         return self
 
     @classmethod
@@ -129,6 +142,11 @@ class Network(Spec):
     def allow(cls, domains: tuple[str, ...] = (), cidrs: tuple[str, ...] = ()) -> Network:
         """Only these hosts and ranges, through the proxy."""
         return cls(mode="allow", domains=tuple(domains), cidrs=tuple(cidrs))
+
+    @classmethod
+    def forward(cls, address: str) -> Network:
+        """Only one server, for any protocol over TCP: port 3128 of 127.0.0.1 in the sandbox leads to ``address``."""
+        return cls(mode="forward", address=address)
 
 
 class Mount(Spec):

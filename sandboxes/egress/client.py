@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Protocol
 
+from agentkit.sandboxes.egress.relays import RelayedStream
 from agentkit.sandboxes.egress.requests import MAX_HEAD, Refused, Request, parse
 from agentkit.sandboxes.tasks import retrieve, stopped
 
 _MAX_LINE = 4096
 _MAX_TRAILERS = 100
-
-
-class RelayedStream(Protocol):
-    """A connection out of a sandbox; implemented by ``RelayStream``."""
-
-    async def read(self) -> bytes: ...
-    async def write(self, data: bytes) -> None: ...
-    def end(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class ClientReader:

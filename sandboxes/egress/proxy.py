@@ -8,17 +8,17 @@ connections end with the channel, and refused requests are answered with 403 and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from agentkit.errors import SandboxLost
 from agentkit.sandboxes.egress.allowlist import Address, AllowList, plain
-from agentkit.sandboxes.egress.client import ClientReader, RelayedStream
+from agentkit.sandboxes.egress.client import ClientReader
 from agentkit.sandboxes.egress.dns import look_up
+from agentkit.sandboxes.egress.forward import Forwarder
+from agentkit.sandboxes.egress.relays import RelayedStream, Source, serve
 from agentkit.sandboxes.egress.requests import Refused, Request
 from agentkit.sandboxes.spec import Network, SandboxSpec
 from agentkit.sandboxes.tasks import begin, bounded, retrieve, stopped, tracked
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentkit.sandboxes.agent.channel import AgentChannel
 
 PORT = 3128
-"""Port of the proxy inside the sandbox, on 127.0.0.1."""
+"""Port inside the sandbox, on 127.0.0.1, whose connections are relayed to the host."""
 
 _LOG = logging.getLogger(__name__)
 _PIECE = 1 << 16
@@ -38,12 +38,6 @@ _LOOKUPS = 2
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[Address]]]
 """Resolves a name and port to addresses. Raises ``OSError``."""
-
-
-class Source(Protocol):
-    """The part of a channel that the proxy uses; implemented by ``AgentChannel``."""
-
-    def relays(self) -> AsyncIterator[RelayedStream]: ...
 
 
 @dataclass(frozen=True)
@@ -89,28 +83,18 @@ class EgressProxy:
 
     async def serve(self, source: Source) -> None:
         """Serve the connections of ``source`` until it ends or the caller is cancelled; then close all."""
-        tasks: set[asyncio.Task[None]] = set()
         try:
-            with contextlib.suppress(SandboxLost):
-                async for stream in source.relays():
-                    tracked(self._connection(stream), tasks)
+            await serve(source, self._connection)
         finally:
-            for task in (*tasks, *self._lookups):
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            for lookup in self._lookups:
+                lookup.cancel()
 
     async def _connection(self, stream: RelayedStream) -> None:
         self._open += 1
         try:
             await self._handle(stream)
-        except (SandboxLost, OSError, asyncio.TimeoutError):
-            pass  # one side closed the connection
-        except Exception:
-            _LOG.exception("egress: a connection failed")
         finally:
             self._open -= 1
-            stream.close()
 
     async def _handle(self, stream: RelayedStream) -> None:
         client = ClientReader(stream)
@@ -290,16 +274,18 @@ _serving: set[asyncio.Task[None]] = set()
 
 
 def start(channel: AgentChannel, network: Network) -> None:
-    """Start the proxy of a sandbox if its network has an allow-list; it ends with ``channel``."""
+    """Start what serves the relay port of a sandbox, if its network has one; it ends with ``channel``."""
     if network.mode == "allow":
         proxy = EgressProxy(network)
         channel.egress = proxy  # pyright: ignore[reportAttributeAccessIssue]  # one class seen under two paths
         tracked(proxy.serve(channel), _serving)
+    elif network.address is not None:
+        tracked(Forwarder(network.address).serve(channel), _serving)
 
 
 def relay_port(spec: SandboxSpec) -> int | None:
     """Return the port that the agent listens on in the sandbox, or None."""
-    return PORT if spec.network.mode == "allow" else None
+    return PORT if spec.network.mode in ("allow", "forward") else None
 
 
 def environment(spec: SandboxSpec) -> dict[str, str]:

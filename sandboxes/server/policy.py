@@ -34,7 +34,7 @@ class Policy(Spec):
     runtimes: tuple[str, ...] = ()
     """Allowed container runtimes, such as ``runsc``."""
     networks: tuple[str, ...] = ("none",)
-    """Allowed network modes, out of ``none``, ``bridge`` and ``allow``."""
+    """Allowed network modes, out of ``none``, ``bridge``, ``allow`` and ``forward``."""
     root: bool = False
     """Allow user or group 0."""
     writable_root: bool = False

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentkit import entry_points
 from agentkit.config import AgentConfig, ModelConfig
-from agentkit.errors import EngineError, EnvCrashed, EnvError, EnvTimeout
-from agentkit.sandboxes.tasks import bounded, finished, stopped
+from agentkit.errors import AgentUnavailable, EngineError, EnvCrashed, EnvError, EnvTimeout, UnexplainedCrash
+from agentkit.sandboxes.tasks import bounded, stopped
 from agentkit.tool_calls import Tool
 from agentkit.trainers.endpoint.dialogue import Dialogues
 from agentkit.trainers.endpoint.recorder import turns
+from agentkit.trainers.endpoint.runners import MODEL, Agent, Endpoint, Step, make_runner
 from agentkit.trainers.endpoint.server import ChatServer
 from agentkit.trainers.endpoint.service import ChatService, Session
 from agentkit.trainers.inference.base import TokenGenerator
@@ -33,33 +27,6 @@ from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.parser import AnswerParser
 from agentkit.trainers.rollout.renderer import ChatRenderer
 from agentkit.types import Trajectory, Turn
-
-MODEL = "policy"
-"""The model's name in an agent's requests."""
-_LONGEST_ANSWER = 1 << 20
-"""Bytes that are read of a command's output."""
-_LENGTH_CHECK_S = 0.5
-"""Seconds between two looks at the length of this output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where an agent finds the policy: settings of any client of OpenAI's API."""
-
-    url: str
-    """The base URL."""
-    key: str
-    """The API key; it names the episode."""
-    model: str = MODEL
-
-
-class Step(NamedTuple):
-    """What an action led to."""
-
-    observation: str
-    reward: float
-    done: bool
-    """The episode is over."""
 
 
 class Effect(NamedTuple):
@@ -73,16 +40,13 @@ class Effect(NamedTuple):
     env_s: float = 0.0
 
 
-class Task:
-    """The environment of one episode, as an agent sees it."""
+class EpisodeTask:
+    """The environment of one episode: what the agent sees (``runners.Task``), and what its steps led to."""
 
     def __init__(self, text: str, instructions: str, rules: EpisodeRules, env: EnvHandle, session: Session) -> None:
         self.text = text
-        """The first observation, which states the task."""
         self.instructions = instructions
-        """The rules of the environment, and the format of answers that the agent returns."""
         self.tools: tuple[Tool, ...] = rules.source.tools
-        """Tools of the environment, in the form of requests. A call is the action ``{"name": …, "arguments": …}``."""
         self.outcome: tuple[str, str] | None = None
         self.success = False
         self.failure: EnvError | None = None
@@ -145,10 +109,6 @@ class Task:
         return Step(result.observation, result.reward, self.outcome is not None)
 
 
-Agent = Callable[[Task, Endpoint], Awaitable["str | None"]]
-"""Plays one episode, and returns its answer; None if its steps say all."""
-
-
 class AgentPlayer:
     """Plays episodes with an agent, which finds the policy at a recording endpoint on this machine.
 
@@ -161,7 +121,7 @@ class AgentPlayer:
         rules: settings of the episodes.
 
     Raises:
-        ConfigError: the agent cannot be loaded.
+        ConfigError: the agent cannot run.
     """
 
     def __init__(
@@ -174,14 +134,15 @@ class AgentPlayer:
         rules: EpisodeRules,
     ) -> None:
         self.rules = rules
-        self._agent, self._timeout, self._engine, self._parser = load_agent(agent), agent.timeout, engine, parser
+        self._agent, self._runner, self._engine, self._parser = agent, make_runner(agent), engine, parser
         self._instructions = system_message(rules.source.instructions, parser)
         self._service = ChatService(engine, Dialogues(renderer.template.tokenizer, model), MODEL, rules.max_context)
         self._server: ChatServer | None = None
 
     async def close(self) -> None:
-        """Stop the endpoint. Idempotent."""
+        """Stop the endpoint, and what runs the agent. Idempotent."""
         server, self._server = self._server, None
+        await self._runner.close()
         if server is not None:
             await server.__aexit__()
 
@@ -199,7 +160,7 @@ class AgentPlayer:
         session = Session(".".join(map(str, key)), rules.temperature, rules.max_tokens, seed)
         try:
             observation = await env.reset(trajectory.seed)
-            task = Task(observation, self._instructions, rules, env, session)
+            task = EpisodeTask(observation, self._instructions, rules, env, session)
             task.reset_s = time.perf_counter() - begun
             try:
                 problem = await self._act(task, session)
@@ -215,27 +176,25 @@ class AgentPlayer:
             with contextlib.suppress(EngineError):
                 await self._engine.abort(session.name)
 
-    async def _act(self, task: Task, session: Session) -> EnvError | None:
-        """Let the agent act and answer; return its failure. Raises the errors of environment and engine."""
-        problem: EnvError | None = None
-        answer: object = None
-        if self._server is None:
-            self._server = ChatServer(self._service, port=0)
-            await self._server.__aenter__()
+    async def _act(self, task: EpisodeTask, session: Session) -> EnvError | None:
+        """Let the agent act and answer; return its failure. Raises the errors of environment, host and engine."""
+        answer, problem, failure = None, None, None
+        server = await self._endpoint()
         try:
-            with self._server.recording(session) as key:
-                try:
-                    acting = _outcome(self._agent, task, Endpoint(self._server.url, key))
-                    answer, problem = await bounded(acting, self._timeout)
-                except asyncio.TimeoutError:
-                    problem = EnvTimeout(f"the agent took longer than agent.timeout={self._timeout:g} s")
-                if session.answering and not session.recorder.exchanges:  # then this is the policy's failure
-                    await asyncio.wait(session.answering)
+            async with self._runner.agent(server.url) as agent:
+                with server.recording(session) as key:
+                    answer, problem, failure = await _outcome(
+                        agent, task, Endpoint(server.url, key), self._agent.timeout
+                    )
+                    if session.answering and not session.recorder.exchanges:  # then this is the policy's failure
+                        await asyncio.wait(session.answering)
         finally:
             await stopped(session.answering)
-        for failure in (session.failure, task.failure):
-            if failure is not None:
-                raise failure
+        if isinstance(failure, UnexplainedCrash) and not session.recorder.exchanges:
+            failure = AgentUnavailable(str(failure))  # the policy is not the cause
+        for found in (session.failure, task.failure, failure):
+            if found is not None:
+                raise found
         if problem is None and not (answer is None or isinstance(answer, str)):
             problem = EnvCrashed(f"the agent returned {answer!r:.80}, which is neither a text nor None")
         if not session.recorder.exchanges:
@@ -245,16 +204,43 @@ class AgentPlayer:
             await task.finish(self._parser.parse(answer).actions)
         return problem
 
+    async def _endpoint(self) -> ChatServer:
+        if self._server is None:
+            agent = self._agent
+            self._server = ChatServer(
+                self._service, host=agent.host, port=0, certificate=agent.certificate, key=agent.key
+            )
+            await self._server.__aenter__()
+        return self._server
 
-async def _outcome(agent: Agent, task: Task, endpoint: Endpoint) -> tuple[object, EnvError | None]:
-    """Return what an agent returned, or its failure. A caller that cancels this discards the result."""
+
+class _Outcome(NamedTuple):
+    """How an agent ended: with an answer, with a problem of its own, or with a failure of what runs it."""
+
+    answer: object = None
+    problem: EnvError | None = None
+    failure: EnvError | None = None
+
+
+async def _outcome(agent: Agent, task: EpisodeTask, endpoint: Endpoint, timeout: float) -> _Outcome:
+    """Let an agent act, for at most ``timeout`` seconds."""
     try:
-        return await agent(task, endpoint), None
+        return await bounded(_ended(agent, task, endpoint), timeout)
+    except asyncio.TimeoutError:
+        return _Outcome(problem=EnvTimeout(f"the agent took longer than agent.timeout={timeout:g} s"))
+
+
+async def _ended(agent: Agent, task: EpisodeTask, endpoint: Endpoint) -> _Outcome:
+    """Wait until an agent has ended. A caller that cancels this discards the result."""
+    try:
+        return _Outcome(answer=await agent(task, endpoint))
+    except (AgentUnavailable, UnexplainedCrash) as error:
+        return _Outcome(failure=error)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return None, EnvCrashed(f"the agent raised {type(error).__name__}: {error}")
+        return _Outcome(problem=EnvCrashed(f"the agent raised {type(error).__name__}: {error}"))
 
 
-def _record_turns(trajectory: Trajectory, task: Task, session: Session, format_penalty: float) -> None:
+def _record_turns(trajectory: Trajectory, task: EpisodeTask, session: Session, format_penalty: float) -> None:
     """Record the turns of an episode; the reward of a step belongs to the last request before it."""
     trajectory.turns, trajectory.rerendered = turns(session.recorder.exchanges)
     if not trajectory.turns:
@@ -269,7 +255,7 @@ def _record_turns(trajectory: Trajectory, task: Task, session: Session, format_p
 
 
 def _record(
-    trajectory: Trajectory, task: Task, session: Session, problem: EnvError | None, format_penalty: float
+    trajectory: Trajectory, task: EpisodeTask, session: Session, problem: EnvError | None, format_penalty: float
 ) -> None:
     """Record an episode that the policy has answered."""
     _record_turns(trajectory, task, session, format_penalty)
@@ -279,52 +265,3 @@ def _record(
     trajectory.outcome = "terminated" if outcome == "terminated" else "truncated"
     if problem is not None and task.outcome is None:
         trajectory.reason = f"agent: {problem}"
-
-
-# -- agents -----------------------------------------------------------------------------------------------------------
-
-
-def load_agent(config: AgentConfig) -> Agent:
-    """Return the agent of a configuration.
-
-    Raises:
-        ConfigError: it cannot be imported, or is not a coroutine function.
-    """
-    if config.command is not None:
-        return _command(config.command)
-    assert config.python is not None
-    return entry_points.load_coroutine(config.python, "agent.python")
-
-
-def _command(command: tuple[str, ...]) -> Agent:
-    async def run(task: Task, endpoint: Endpoint) -> str:
-        """Run the command; its standard output is the answer. Raises ``RuntimeError`` if it fails."""
-        variables = {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key, "OPENAI_MODEL": endpoint.model}
-        direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]
-        variables["NO_PROXY"] = variables["no_proxy"] = ",".join(filter(None, direct))
-        given = {"text": task.text, "instructions": task.instructions, "tools": list(task.tools)}
-        # Not pipes, which processes that leave the group would keep open.
-        with tempfile.TemporaryFile() as shown, tempfile.TemporaryFile() as said:
-            shown.write(json.dumps(given).encode())
-            shown.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=shown, stdout=said, env={**os.environ, **variables}, start_new_session=True
-            )
-            ending = asyncio.ensure_future(process.wait())
-            try:
-                while not (await asyncio.wait({ending}, timeout=_LENGTH_CHECK_S))[0]:
-                    if os.fstat(said.fileno()).st_size > _LONGEST_ANSWER:
-                        break
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # nothing is left of it
-                    os.killpg(process.pid, signal.SIGKILL)
-                await finished(ending)
-            said.seek(0)
-            answer = said.read(_LONGEST_ANSWER + 1)
-        if len(answer) > _LONGEST_ANSWER:
-            raise RuntimeError(f"the command wrote more than {_LONGEST_ANSWER} bytes")
-        if ending.result() != 0:
-            raise RuntimeError(f"the command ended with status {ending.result()}")
-        return answer.decode("utf-8", "replace")
-
-    return run

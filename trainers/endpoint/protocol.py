@@ -275,8 +275,14 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _check_keys(message: Mapping[str, Any], where: str, known: set[str]) -> None:
     for key, value in message.items():
-        if key not in known and value not in (None, "", [], {}):
+        if key not in known and not _says_nothing(value):
             raise _unsupported(f"{where}.{key}", f"{where}.{str(key)[:80]} is not supported: leave it out")
+
+
+def _says_nothing(value: Any) -> bool:
+    """Return whether a field is empty, or an object of empty fields: clients send those of other providers."""
+    inside = value.values() if isinstance(value, dict) else [value]
+    return all(one in (None, "", [], {}) for one in inside)
 
 
 def _content(value: Any, param: str) -> str:

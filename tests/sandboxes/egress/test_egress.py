@@ -79,6 +79,13 @@ def test_an_invalid_range_is_an_error(entry: str) -> None:
         Network.allow(cidrs=(entry,))
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:0", "127.1:80", "a b:80", "http://a:80"])
+def test_an_invalid_address_to_forward_to_is_an_error(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        Network.forward(address)
+    assert Network.forward("[::1]:80").address == "[::1]:80"
+
+
 @given(st.one_of(st.ip_addresses(), st.sampled_from([ipaddress.ip_address("::1"), ipaddress.ip_address("fe80::1")])))
 def test_only_public_addresses_are_open_to_names(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
     address = plain(address)

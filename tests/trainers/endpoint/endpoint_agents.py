@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from agentkit.errors import EnvError
-from agentkit.trainers.endpoint.agent import Endpoint, Task
+from agentkit.trainers.endpoint.runners import Endpoint, Task
 
 
 def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
