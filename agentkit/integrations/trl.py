@@ -10,27 +10,22 @@ environment from ``reset`` to ``get_reward`` only.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import weakref
 from typing import Any
 
-from agentkit.config import RunConfig, attempts
 from agentkit.config_io import load_config
-from agentkit.errors import ConfigError, EnvError, EnvFailureBudgetExceeded, UnexplainedCrash
+from agentkit.errors import ConfigError, EnvError, EnvFailureBudgetExceeded
+from agentkit.integrations.environments import Environments
 from agentkit.integrations.trl_rollout import RolloutFunc as RolloutFunc
 from agentkit.integrations.trl_rollout import episode_reward as episode_reward
 from agentkit.integrations.trl_tools import docstring, tool_method
 from agentkit.portal import portal
-from agentkit.trainers.rollout.failures import Attempts, FailureBudget
-from agentkit.trainers.rollout.hosts import EnvHandle, EnvPool
+from agentkit.trainers.rollout.hosts import EnvHandle
 from agentkit.trainers.rollout.source import EnvSource
 
-_WINDOW = 100
-"""Latest episodes whose failures count for ``max_failure_share``."""
 _OVER = "The episode is over."
 _FAILED = "The environment failed. This episode does not count."
 
@@ -73,10 +68,8 @@ class EnvironmentFactory:
                 "rollout": {"retries": retries, "max_failure_share": max_failure_share},
             }
         )
-        source = EnvSource.of(config.env)
-        if source.where == "inline":  # it may block on the background loop, in which it would run
-            source = dataclasses.replace(source, where="thread")
-        self._environments = _Environments(source, config)
+        self._environments = Environments(config)
+        source = self._environments.source
         self._class = type(source.id, (_Episode,), _methods(source))
         self._portal = portal()
         self._portal.opened(self._environments)
@@ -195,58 +188,7 @@ def _methods(source: EnvSource) -> dict[str, Any]:
     return {"step": step}
 
 
-class _Environments:
-    """The environments of a factory. All methods run in the loop of the portal."""
-
-    def __init__(self, source: EnvSource, config: RunConfig) -> None:
-        self.source = source
-        self.format_penalty = config.env.format_penalty
-        self._attempts = attempts(config)
-        self._budget = FailureBudget(config.rollout.max_failure_share, _WINDOW)
-        self._pool = EnvPool(source)
-        self._held: set[EnvHandle] = set()
-        self._closed = False
-
-    async def begin(self, seed: int) -> tuple[EnvHandle, str]:
-        """Begin an episode; return its environment and the first observation. Raises ``EnvError``."""
-        if self._closed:
-            raise RuntimeError("this EnvironmentFactory is closed: make a new one")
-        left = Attempts(self._attempts)
-        for attempt in itertools.count():
-            handle = self._pool.acquire(fresh=attempt > 0)
-            self._held.add(handle)
-            try:
-                return handle, await handle.reset(seed)
-            except EnvError as error:
-                self._release(handle, failed=True)
-                if not left.again(error):
-                    self._budget.record(error, running=len(self._held))
-                    raise
-            except BaseException:
-                self._release(handle, failed=True)
-                raise
-        raise AssertionError
-
-    async def end(self, handle: EnvHandle, failure: Exception | None) -> None:
-        """Take an environment back. Raises ``EnvFailureBudgetExceeded``."""
-        self._release(handle, failed=failure is not None)
-        if failure is None or (isinstance(failure, EnvError) and not isinstance(failure, UnexplainedCrash)):
-            self._budget.record(failure, running=len(self._held))
-
-    async def close(self) -> None:
-        """Close all environments. Idempotent."""
-        self._closed = True
-        for handle in tuple(self._held):
-            self._release(handle, failed=True)
-        await self._pool.close()
-
-    def _release(self, handle: EnvHandle, *, failed: bool) -> None:
-        if handle in self._held:
-            self._held.discard(handle)
-            self._pool.release(handle, failed=failed)
-
-
-def _dispose(owner: Any, environments: _Environments) -> None:
+def _dispose(owner: Any, environments: Environments) -> None:
     """Close the environments of a factory that was collected, without waiting: this may run in any thread."""
     owner.closed(environments)
     owner.start(environments.close())
