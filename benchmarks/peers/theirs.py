@@ -162,7 +162,8 @@ def measure(setting: Setting, arm: str, models: Path, steps: int) -> list[Step]:
         )
         for name in ("training_step", "_generate_and_score_completions"):
             setattr(trainer, name, clock.timed(name, getattr(trainer, name)))
-        trainer.model.generate = clock.timed("generate", trainer.model.generate)
+        model: Any = trainer.model
+        model.generate = clock.timed("generate", model.generate)
         trainer.train()
         if rollout is not None:
             rollout.close()

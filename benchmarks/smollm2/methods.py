@@ -1,4 +1,4 @@
-"""The methods, and how many seeds each has."""
+"""The methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ class Method:
 
     title: str
     settings: list[str]
-    seeds: int = 3
 
 
 _ASYPPO = ["algorithm.advantage=gae", "critic.count=2", "critic.layers=2", "critic.hidden_size=64"]
@@ -20,5 +19,4 @@ METHODS = {
     "full": Method("GRPO, all weights", ["model.lora=null", "learner.lr=1e-5"]),
     "asyppo": Method("AsyPPO, LoRA", [*_ASYPPO, "critic.lr=2e-3", "critic.updates=2", "critic.warmup_steps=4"]),
     "coupled_credit": Method("GRPO with coupled credit, LoRA", ["algorithm.credit=coupled"]),
-    "longer_answers": Method("not trained, answers of 64 tokens", ["steps=0", "rollout.max_tokens=64"], seeds=1),
 }

@@ -71,10 +71,9 @@ def table(results: Sequence[Result]) -> str:
         if not chosen:
             continue
         before = [answer for result in chosen for answer in result.before]
-        trained = chosen[0].step_s is not None
-        after = [answer for result in chosen for answer in result.after] if trained else []
+        after = [answer for result in chosen for answer in result.after]
         pairs = [(result, base[result.seed]) for result in chosen if result.seed in base and name != "grpo"]
-        differences = [100 * (success(one.after) - success(other.after)) for one, other in pairs if trained]
+        differences = [100 * (success(one.after) - success(other.after)) for one, other in pairs]
         rows.append(
             [
                 method.title,
@@ -82,10 +81,10 @@ def table(results: Sequence[Result]) -> str:
                 _with_interval(before),
                 _with_interval(after),
                 interval(differences),
-                " → ".join(f"{_with_number(answers):.0%}" for answers in (before, after) if answers),
-                " → ".join(f"{_correct_of_numbers(answers):.0%}" for answers in (before, after) if answers),
-                f"{mean(result.step_s or 0 for result in chosen):.1f}" if trained else "–",
-                f"{mean(result.minutes for result in chosen):.0f}" if trained else "–",
+                " → ".join(f"{_with_number(answers):.0%}" for answers in (before, after)),
+                " → ".join(f"{_correct_of_numbers(answers):.0%}" for answers in (before, after)),
+                f"{mean(result.step_s for result in chosen):.1f}",
+                f"{mean(result.minutes for result in chosen):.0f}",
                 f"{max(result.peak_bytes for result in chosen) / 1e9:.1f}",
             ]
         )
@@ -123,8 +122,6 @@ def _shown(answer: Answer) -> str:
 
 
 def _with_interval(answers: Sequence[Answer]) -> str:
-    if not answers:
-        return "–"
     low, high = bootstrap(answers)
     return f"{success(answers):.1%} ({low:.1%} to {high:.1%})"
 
@@ -146,9 +143,9 @@ def _plot(results: Sequence[Result], path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(6, 3.6))
     for number, (name, method) in enumerate(METHODS.items()):
-        curves = [result.curve for result in results if result.method == name and result.curve]
+        curves = [result.curve for result in results if result.method == name]
         if not curves:
-            continue
+            continue  # not run
         smooth = [[mean(curve[max(0, k - 4) : k + 1]) for k in range(len(curve))] for curve in curves]
         for curve in smooth:
             axis.plot(curve, color=f"C{number}", alpha=0.3, linewidth=0.8)

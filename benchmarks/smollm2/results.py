@@ -34,8 +34,8 @@ class Result:
     """Success in training by step."""
     minutes: float
     """Wall time of all steps."""
-    step_s: float | None
-    """Median seconds of a step; None without steps."""
+    step_s: float
+    """Median seconds of a step."""
     peak_bytes: int
 
 
@@ -61,6 +61,6 @@ def _result(directory: Path) -> Result:
         evaluations={line["step"]: line["eval/success"] for line in lines if "eval/success" in line},
         curve=[line["rollout/success"] for line in lines if "rollout/success" in line],
         minutes=sum(seconds) / 60,
-        step_s=median(seconds) if seconds else None,
+        step_s=median(seconds),
         peak_bytes=int((directory / "peak").read_text()),
     )

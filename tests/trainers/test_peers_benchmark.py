@@ -78,7 +78,7 @@ def test_both_games_have_the_same_rules(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(games, "delay", lambda random: 0.0)
     ours, theirs = SlowLine(), TRLLine()
     assert ours.reset(seed=7)[0] == theirs.reset(seed=7) == "Position:7"
-    total = 0.0
+    total, over, text = 0.0, False, ""
     for to in "RRLRL":
         text, reward, over, _, _ = ours.step(f'{{"name": "move", "arguments": {{"to": "{to}"}}}}')
         assert theirs.move(to) == text
