@@ -102,7 +102,12 @@ def engine() -> Iterator[Any]:
 
 def mine(client: Any) -> list[Any]:
     """The sandboxes of this process."""
-    return client.containers.list(all=True, filters={"label": f"{label.OWNER}={Owner.of(os.getpid())}"})
+    return containers(client, f"{label.OWNER}={Owner.of(os.getpid())}")
+
+
+def containers(client: Any, wanted: str) -> list[Any]:
+    """Containers with a label; they may be removed while they are listed."""
+    return client.containers.list(all=True, ignore_removed=True, filters={"label": wanted})
 
 
 def configured(program: str, *, env: dict[str, Any] | None = None, spec: Any = None, **sections: Any) -> Any:
@@ -265,15 +270,15 @@ def test_the_sandboxes_of_a_killed_run_are_removed(engine: Any, tmp_path: Path) 
         [*command, *(f"{key}={value}" for key, value in settings.items() if key != "env.id")],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    started = {"label": f"agentkit.user.test={tmp_path.name}"}
+    started = f"agentkit.user.test={tmp_path.name}"
     try:
-        until(lambda: len(engine.containers.list(filters=started)) >= 2 or run.poll() is not None, 240)
+        until(lambda: len(containers(engine, started)) >= 2 or run.poll() is not None, 240)
         assert run.poll() is None, run.communicate()[0]
         time.sleep(2)
     finally:
         run.send_signal(signal.SIGKILL)
         run.communicate()
-    until(lambda: not engine.containers.list(all=True, filters=started), 120)
+    until(lambda: not containers(engine, started), 120)
 
 
 def until(condition: Any, seconds: float) -> None:
