@@ -1,7 +1,8 @@
-"""Train on FrozenLake with TRL's GRPOTrainer; agentkit plays the episodes: MODEL [STEPS] [OUTPUT].
+"""Train on FrozenLake with TRL's GRPOTrainer; agentkit plays the episodes: MODEL [STEPS] [OUTPUT] [SANDBOX].
 
 MODEL is a directory with a model that knows the answer format, such as one of
-`agentkit run examples/frozen_lake.yaml steps=0 dir=runs/start`.
+`agentkit run examples/frozen_lake.yaml steps=0 dir=runs/start`. With `docker` as SANDBOX, episodes run in
+containers.
 """
 
 import sys
@@ -13,9 +14,11 @@ from trl import GRPOConfig, GRPOTrainer
 from agentkit.integrations.trl import RolloutFunc, episode_reward
 
 
-def main(path: str, steps: str = "40", output: str = "runs/trl") -> None:
+def main(path: str, steps: str = "40", output: str = "runs/trl", sandbox: str = "none") -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
-    rollout = RolloutFunc("FrozenLake-v1", tokenizer, max_tokens=8, max_turns=12, kwargs={"split": "train"})
+    rollout = RolloutFunc(
+        "FrozenLake-v1", tokenizer, max_tokens=8, max_turns=12, kwargs={"split": "train"}, sandbox=sandbox
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path),
         processing_class=tokenizer,

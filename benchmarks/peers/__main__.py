@@ -25,12 +25,12 @@ from typing import Any
 # Threads that wait actively would slow down the others.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 
-from benchmarks.peers.page import page, plot, problems, table
+from benchmarks.peers.page import CURVES, page, plot, problems, table
 from benchmarks.peers.settings import ARMS, ASYNC, FLOOR, SETTINGS, SINGLE, SYNC, THREADS, Setting
 
 RESULTS, PAGE_PATH = Path("benchmarks/results/peers.json"), Path("docs/results/peers.md")
 MODELS = Path("benchmarks/results/peers")
-CURVE = "curve"
+CURVE = "curves"
 CURVE_STEPS = 60
 PARTS = (*SETTINGS, CURVE)
 
@@ -68,22 +68,27 @@ def measure(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
     return {"machine": machine, "rounds": measured}
 
 
-def curve() -> dict[str, Any]:
-    """Train on FrozenLake with the example for TRL; return the success of each step."""
+def curves() -> dict[str, list[float]]:
+    """Train on FrozenLake with the example for TRL, without and with sandboxes; return the success of each step."""
     start, environment = MODELS / "start", {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
     agentkit = [sys.executable, "-m", "agentkit", "run", "examples/frozen_lake.yaml", "steps=0", f"dir={start}"]
     if not start.exists():
         subprocess.run(agentkit, check=True)
-    example = [sys.executable, "examples/trl_rollout.py", str(start / "model"), str(CURVE_STEPS), str(MODELS / "trl")]
-    done = subprocess.run(example, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return successes(done.stdout)
+    found = {}
+    for sandbox in CURVES:
+        example = ["examples/trl_rollout.py", str(start / "model"), str(CURVE_STEPS), str(MODELS / "trl"), sandbox]
+        done = subprocess.run(
+            [sys.executable, *example], check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        found[sandbox] = successes(done.stdout)
+    return found
 
 
-def successes(log: str) -> dict[str, Any]:
-    """Return what a log of the example says of each step."""
+def successes(log: str) -> list[float]:
+    """Return the success of each step from a log of the example."""
     entries = [line[line.index("{") :] for line in log.splitlines() if "'episodes/success'" in line]
     parsed = [ast.literal_eval(entry[: entry.rindex("}") + 1]) for entry in entries]
-    return {"success": [float(entry["episodes/success"]) for entry in parsed]}
+    return [float(entry["episodes/success"]) for entry in parsed]
 
 
 def save(part: str, found: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ def save(part: str, found: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
     PAGE_PATH.write_text(page(known))
     if part == CURVE:
-        plot(found["success"], PAGE_PATH.parent / "peers_trl_frozen_lake.svg")
+        plot(found, PAGE_PATH.parent / "peers_trl_frozen_lake.svg")
     print(f"written to {PAGE_PATH}", flush=True)
 
 
@@ -108,7 +113,7 @@ def main() -> int:
     wrong: list[str] = []
     for part in [asked.only] if asked.only else ["single"] if asked.short else PARTS:
         if part == CURVE:
-            save(part, curve())
+            save(part, curves())
             continue
         found = measure(SETTINGS[part], 1, 2) if asked.short else measure(SETTINGS[part], asked.rounds, asked.steps)
         print(f"{found['machine']}\n\n{table(found['rounds'])}", flush=True)

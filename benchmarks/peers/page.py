@@ -18,6 +18,8 @@ NEAR_FLOOR = 1.2
 """Alternative goal for single turns: time of a step relative to the floor."""
 TOKENS = 0.05
 """Largest relative difference of the tokens per episode between arms."""
+CURVES = {"none": "in the trainer's process", "docker": "in Docker sandboxes"}
+"""Values of ``env.sandbox`` with which the curve is measured, and their descriptions."""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -89,12 +91,13 @@ def verdict(setting: Setting, rounds: Rounds) -> str:
                 f"work disturbed them. TRL needs {cpu:.2f} times the CPU seconds; the goal is {wanted:g} times.\n"
             )
             continue
-        met = "met" if found >= wanted else "**missed**"
-        sentence = f"{arm}: {found:.2f} times as fast as TRL; the goal of {wanted:g} times is {met}"
+        sentence, goal, met = f"{arm}: {found:.2f} times as fast as TRL", f"{wanted:g} times", found >= wanted
         if FLOOR in rounds[0]:
             floor = 1 / median(ratios(rounds, arm, FLOOR, "seconds"))
-            near = "met" if floor <= NEAR_FLOOR else "**missed**"
-            sentence += f". A step takes {floor:.2f} times the floor; the goal of at most {NEAR_FLOOR} is {near}"
+            sentence += f", and {floor:.2f} times the time of the floor"
+            goal += f", or at most {NEAR_FLOOR:g} times the floor"
+            met |= floor <= NEAR_FLOOR
+        sentence += f". The goal ({goal}) is {'met' if met else '**missed**'}"
         sentences.append(f"- {sentence}.\n")
     return "".join(sentences)
 
@@ -119,30 +122,38 @@ def _setting(setting: Setting, results: Mapping[str, Any]) -> str:
     return f"{head}{table(rounds)}\n{verdict(setting, rounds)}\n{parts(rounds)}"
 
 
-def _curve(results: Mapping[str, Any]) -> str:
-    if "curve" not in results:
+def _curves(results: Mapping[str, Any]) -> str:
+    if "curves" not in results:
         return "Not measured yet.\n"
-    success = results["curve"]["success"]
-    tenth = max(1, len(success) // 10)
-    first, last = mean(success[:tenth]), mean(success[-tenth:])
+    cells = []
+    for sandbox, success in results["curves"].items():
+        tenth = max(1, len(success) // 10)
+        first, last = mean(success[:tenth]), mean(success[-tenth:])
+        cells.append([CURVES[sandbox], f"{first:.0%}", f"{last:.0%}"])
     return (
         "![Success of TRL in FrozenLake](peers_trl_frozen_lake.svg)\n\n"
-        f"In {len(success)} steps of 32 episodes, success in training goes from {first:.0%} (mean of the first {tenth} "
-        f"steps) to {last:.0%} (last {tenth}).\n"
+        "Success in training, in steps of 32 episodes:\n\n"
+        + _table(["environments", f"first {tenth} steps", f"last {tenth} of {len(success)} steps"], cells)
     )
 
 
-def plot(success: Sequence[float], path: Path) -> None:
-    """Draw the success of each step, and its mean over ten steps."""
+def plot(curves: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw the success of each step, and its mean over ten steps.
+
+    Args:
+        curves: success by step, for each name of ``CURVES``.
+        path: of the SVG file.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(5, 3.4))
-    smooth = [mean(success[max(0, k - 9) : k + 1]) for k in range(len(success))]
-    axis.plot(success, color="tab:blue", alpha=0.3, label="one step")
-    axis.plot(smooth, color="tab:blue", label="mean of ten steps")
+    for (sandbox, success), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
+        smooth = [mean(success[max(0, k - 9) : k + 1]) for k in range(len(success))]
+        axis.plot(success, color=color, alpha=0.2)
+        axis.plot(smooth, color=color, label=f"{CURVES[sandbox]}, mean of ten steps")
     axis.set(title="FrozenLake, TRL with RolloutFunc", xlabel="training step", ylabel="success", ylim=(0, 1.02))
     axis.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
@@ -154,13 +165,13 @@ def page(results: Mapping[str, Any]) -> str:
     """Return the documentation page.
 
     Args:
-        results: for each setting that was measured, ``machine`` (a sentence) and ``rounds``; ``curve`` with
-            ``success``.
+        results: for each setting that was measured, ``machine`` (a sentence) and ``rounds``; ``curves`` with
+            the success of each step, for each name of ``CURVES``.
     """
     return PAGE.format(
         single=_setting(SINGLE, results),
         multi=_setting(MULTI, results),
-        curve=_curve(results),
+        curves=_curves(results),
         single_episodes=SINGLE.episodes,
         single_tokens=SINGLE.max_tokens,
         multi_episodes=MULTI.episodes,
@@ -220,4 +231,4 @@ A game of {turns} turns with one tool: {multi_episodes} episodes per step. A ste
 
 `examples/trl_rollout.py`: FrozenLake, from a model that imitated the expert; agentkit plays the episodes.
 
-{curve}"""
+{curves}"""

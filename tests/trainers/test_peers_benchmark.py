@@ -33,10 +33,11 @@ def test_ratios_are_within_a_round() -> None:
 
 def test_goals() -> None:
     text = verdict(SINGLE, rounds())
-    assert f"{SYNC}: 2.00 times as fast as TRL; the goal of 2 times is met" in text
-    assert "1.25 times the floor; the goal of at most 1.2 is **missed**" in text
-    assert f"{ASYNC}: 3.00 times as fast as TRL; the goal of 2 times is met. A step takes 0.83 times" in text
-    assert "the goal of 5 times is **missed**" in verdict(MULTI, rounds())
+    goal = "The goal (2 times, or at most 1.2 times the floor) is"
+    assert f"{SYNC}: 2.00 times as fast as TRL, and 1.25 times the time of the floor. {goal} met." in text
+    assert f"{ASYNC}: 3.00 times as fast as TRL, and 0.83 times the time of the floor. {goal} met." in text
+    without_floor = [{arm: steps for arm, steps in results.items() if arm != FLOOR} for results in rounds()]
+    assert "The goal (5 times) is **missed**." in verdict(MULTI, without_floor)
 
 
 def test_rounds_that_disagree_give_no_verdict() -> None:
@@ -58,10 +59,11 @@ def test_arms_with_other_tokens_cannot_be_compared() -> None:
 def test_the_page_without_results_and_with_all() -> None:
     assert page({}).count("Not measured yet.") == 3
     found = {"machine": "Two CPUs.", "rounds": rounds()}
-    text = page({"single": found, "multi": found, "curve": {"success": [0.2] * 6 + [0.8] * 54}})
+    text = page({"single": found, "multi": found, "curves": {"none": [0.2] * 6 + [0.8] * 54, "docker": [0.3] * 60}})
     assert "| TRL | 4.50 | 1 | 4.50 | 1 | 32.0 |" in text
     assert f"| {ASYNC} | 1.50 | 3.00 (3.00 to 3.00) |" in text
-    assert "from 20% (mean of the first 6 steps) to 80% (last 6)" in text
+    assert "| in Docker sandboxes | 30% | 30% |" in text
+    assert "| in the trainer's process | 20% | 80% |" in text
 
 
 def test_latencies() -> None:
