@@ -17,7 +17,7 @@ from rollout_harness import Harness, configure
 from transformers import AutoModelForCausalLM
 
 from agentkit.jsonl import read_jsonl
-from agentkit.records import TRAINED, iterate_trajectories
+from agentkit.records import EVALUATION, TRAINED, iterate_trajectories
 from agentkit.rollout import sequences
 from agentkit.trainers.models.smollm2 import smollm2_directory
 from agentkit.types import Trajectory
@@ -162,6 +162,12 @@ def check_training(run: Path, start: Path) -> list[dict[str, Any]]:
     return steps
 
 
+def first_prompts(run: Path, ending: str) -> set[tuple[int, ...]]:
+    """The ids that the model was shown at the start of each episode."""
+    episodes = iterate_trajectories(run / "episodes.sqlite", ending=ending)
+    return {tuple(episode.turns[0].prompt_ids.tolist()) for _, episode in episodes}
+
+
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_is_trained_with_openai_agents(tmp_path: Path) -> None:
     packages_of("openai-agents")
@@ -178,3 +184,4 @@ def test_a_small_model_is_trained_with_mini_swe_agent(tmp_path: Path) -> None:
     steps = check_training(run, tmp_path / "runs" / "imitate_shell" / "model")
     assert max(line["staleness/max"] for line in steps) == 1
     assert any(row.ending == "cancelled" for row, _ in iterate_trajectories(run / "episodes.sqlite"))
+    assert first_prompts(run, TRAINED) <= first_prompts(tmp_path / "runs" / "imitate_shell", EVALUATION)
