@@ -1,0 +1,141 @@
+"""Harbor's own package: it reads the same task directories, and its trials give the same rewards.
+
+The package lives in a separate environment, which `.ci/harbor --install-only` creates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harbor_cases import CONFIG, TEST, write_task
+from requiring import require
+
+import agentkit
+from agentkit.errors import ConfigError, EnvContractError
+from agentkit.integrations import harbor_tasks
+from agentkit.integrations.harbor import HarborTasks
+from agentkit.sandboxes.images import build
+
+pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+PYTHON = Path(os.environ.get("AGENTKIT_HARBOR_PYTHON", ROOT / ".venv-harbor" / "bin" / "python"))
+COMMANDS = {
+    "oracle": None,
+    "wrong": "echo 61 >sum.txt",
+    "stale": "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt",
+}
+ERRORS = {
+    "none": ("exit 0", "RewardFileNotFoundError"),
+    "empty": (">/logs/verifier/reward.txt", "RewardFileEmptyError"),
+    "nan": ("echo nan >/logs/verifier/reward.txt", "VerifierOutputParseError"),
+    "text": ('echo \'{"reward": "1"}\' >/logs/verifier/reward.json', "VerifierOutputParseError"),
+}
+"""Tests without a verdict, and the errors of Harbor."""
+
+
+def run(tasks: Path, trials: Path, commands: dict[str, str | None]) -> dict[str, Any]:
+    """Play all tasks of a folder with Harbor; return what it says of each."""
+    require(PYTHON.exists(), "run .ci/harbor --install-only, or set AGENTKIT_HARBOR_PYTHON")
+    require(build.exists("agentkit/base"), "run `PYTHON=.venv/bin/python .ci/docker`")
+    command = [str(PYTHON), str(TESTS / "harbor_player.py"), str(tasks), str(trials), json.dumps(commands)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=1000,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "HARBOR_TELEMETRY": "off"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+async def ours(env: HarborTasks, task: str, way: str) -> dict[str, Any]:
+    """Play a task here, in the same way; return what Harbor would say."""
+    await env.reset(seed=0, options={"task": task})
+    command = COMMANDS[way]
+    actions = env.expert() if command is None else iter((f"bash {command}", "submit"))
+    try:
+        told = [await env.step(action) for action in actions]
+    except EnvContractError:
+        return {"error": True}
+    return {"rewards": told[-1][4]["metrics"]}
+
+
+async def test_rewards_and_missing_verdicts_are_those_of_harbor(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    write_task(tasks / "sum", instruction="# CANARY: 1\n\nWrite the sum.\n")
+    several = 'echo \'{"reward": 0.25, "speed": 3, "done": true}\' >/logs/verifier/reward.json'
+    write_task(tasks / "several", test=f"#!/bin/bash\n{several}\n")
+    for name, (script, _) in ERRORS.items():
+        write_task(tasks / name, test=f"#!/bin/bash\n{script}\n")
+    theirs = run(tasks, tmp_path / "trials", COMMANDS)
+    env = agentkit.make(f"harbor:{tasks}")
+    try:
+        for task in env.tasks:
+            known = theirs[task.folder.name]
+            assert known["valid"]
+            assert known["instruction"] == task.instruction
+            for way in COMMANDS:
+                there, here = known[way], await ours(env, task.id, way)
+                if expected := ERRORS.get(task.folder.name):
+                    assert there["error"] == expected[1], there
+                    assert here == {"error": True}
+                else:
+                    assert here == there
+        assert theirs["sum"]["oracle"] == {"rewards": {"reward": 1.0}}
+        assert theirs["sum"]["wrong"] == theirs["sum"]["stale"] == {"rewards": {"reward": 0.0}}
+    finally:
+        await env.close()
+
+
+def test_what_harbor_accepts_is_read_or_named(tmp_path: Path) -> None:
+    """A task that Harbor calls valid is read, or refused by name; one that it calls invalid is an error."""
+    tasks = tmp_path / "tasks"
+    configs = {
+        "plain": "",
+        "old": 'version = "1.0"\n[environment]\nmemory = "2G"\nallow_internet = false\n',
+        "hosts": '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["*.example.org", "192.0.2.0/24"]\n',
+        "steps": '[[steps]]\nname = "a"\n',
+        "separate": '[verifier]\nenvironment_mode = "separate"\n',
+        "windows": '[environment]\nos = "Windows"\n',
+        "toml": "[agent\n",
+        "timeout": '[agent]\ntimeout_sec = "long"\n',
+        "network": '[environment]\nnetwork_mode = "some"\n',
+        "variables": "[environment]\nenv = 1\n",
+        "full": CONFIG.format(name="full", more='[environment.healthcheck]\ncommand = "true"\n'),
+    }
+    for name, config in configs.items():
+        folder = write_task(tasks / name, test=TEST)
+        (folder / "task.toml").write_text(config, encoding="utf-8")
+    for file in ("steps/a/instruction.md", "steps/a/tests/test.sh"):
+        (tasks / "steps" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tasks / "steps" / file).write_text("x\n", encoding="utf-8")
+    (tasks / "windows" / "tests" / "test.bat").write_text("rem\n", encoding="utf-8")
+    (write_task(tasks / "untested") / "tests" / "test.sh").unlink()
+    (write_task(tasks / "untold") / "instruction.md").unlink()
+    theirs = run(tasks, tmp_path / "trials", {})
+    for name, known in theirs.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            told, instruction = "", None
+            try:
+                instruction = harbor_tasks.load(tasks / name)[0].instruction
+            except ConfigError as error:
+                told = str(error)
+        if known["valid"] and "agentkit cannot run" not in told:
+            assert (told, instruction) == ("", known["instruction"]), name
+        else:
+            assert told, name
+            assert ("agentkit cannot run" in told) == known["valid"], (name, told)
+    assert {name for name, known in theirs.items() if not known["valid"]} == {
+        "toml", "timeout", "network", "variables", "untested", "untold",
+    }  # fmt: skip
