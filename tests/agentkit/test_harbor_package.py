@@ -20,6 +20,7 @@ import agentkit
 from agentkit.errors import ConfigError, EnvContractError
 from agentkit.integrations import harbor_tasks
 from agentkit.integrations.harbor import HarborTasks
+from agentkit.integrations.harbor_export import PROGRAM, export
 from agentkit.sandboxes.images import build
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -95,6 +96,21 @@ async def test_rewards_and_missing_verdicts_are_those_of_harbor(tmp_path: Path) 
         assert theirs["sum"]["wrong"] == theirs["sum"]["stale"] == {"rewards": {"reward": 0.0}}
     finally:
         await env.close()
+
+
+def test_exported_tasks_have_the_same_rewards_there(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    export("CodeContest-v0", tasks, 2, kwargs={"time_limit": 1})
+    # In Harbor's containers everyone may write beside the reward.
+    late = (
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        try:\n"
+        "            open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n        except OSError: pass\n"
+    )
+    commands = {"oracle": None, "nothing": "true", "late": f"cat >{PROGRAM} <<'END'\n{late}END\n"}
+    for known in run(tasks, tmp_path / "trials", commands).values():
+        assert known["valid"]
+        assert known["oracle"] == {"rewards": {"reward": 1.0}}
+        assert known["nothing"] == known["late"] == {"rewards": {"reward": 0.0}}
 
 
 def test_what_harbor_accepts_is_read_or_named(tmp_path: Path) -> None:
