@@ -330,7 +330,11 @@ class Sandbox:
                 self._lifecycle.to("ready", "resume")
 
     async def snapshot(self, name: str | None = None) -> Snapshot:
-        """Save the files as they are now; processes are not saved. ``discard`` removes the snapshot."""
+        """Save the files as they are now; processes are not saved. ``discard`` removes the snapshot.
+
+        Raises:
+            FileTooLarge: sparse files make the snapshot larger than what the sandbox can hold.
+        """
         async with self._changing:
             self._usable()
             await self._registration.watch_backend()

@@ -1,8 +1,9 @@
 """Tasks of Harbor as an environment: ``agentkit.make("harbor:tasks")``, with a shell and an editor in a sandbox.
 
-Invariant: the tests decide, in a container that the agent never used, with a copy of the agent's files. Without a
-verdict of the tests the episode is void. A sandbox that fails for an external cause, or before the agent acted, is an
-``EnvError``; another failure of a sandbox is an ``UnexplainedCrash``.
+Invariant: the tests decide, in a container that the agent never used, with a copy of the agent's files. An agent cannot
+void its episode: if the tests give no verdict on its files but one on the untouched task, it has failed. A sandbox that
+fails for an external cause, or before the agent acted, is an ``EnvError``; another failure of a sandbox is an
+``UnexplainedCrash``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from agentkit.envs.swebench import sandbox_pools, tools
 from agentkit.envs.task_files import Split, check_split
 from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
 from agentkit.extras import require_harbor
-from agentkit.integrations import harbor_tasks
+from agentkit.integrations import harbor_sandbox, harbor_tasks
 from agentkit.integrations.harbor_tasks import Task
-from agentkit.integrations.harbor_verdict import LOGS, Verdict, run_tests
+from agentkit.integrations.harbor_verdict import LOGS, NoVerdict, Outcome, Verdict, cause_of_files, run_tests, settle
 from agentkit.sandboxes.arguments import check_choice, check_positive
 from agentkit.sandboxes.attribution import cause_of
 from agentkit.sandboxes.backend import Backend
@@ -41,17 +42,12 @@ from agentkit.sandboxes.sandbox import Sandbox
 from agentkit.sandboxes.shell import Shell
 from agentkit.sandboxes.spec import Network, SandboxSpec
 from agentkit.sandboxes.tasks import finished
+from agentkit.sandboxes.types import Snapshot
 
-IMAGES = "agentkit/harbor"
-"""Images that are built from the Dockerfiles of tasks; the tag is a digest of the folder."""
 _RULES = (
     "You are at a shell in a Linux container. Do the task that you are given; hidden tests decide. The tests run after "
     "you have submitted, when none of your processes runs any more. You have these tools:\n\n" + tools.USAGE
 )
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETUID")
-"""Capabilities of root, a part of those that a container of Docker has: package managers need them."""
-_SCRATCH = "/var/lib/agentkit"
-"""Working directory of sandboxes, which is empty at the start: another one would hide files of the image."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,9 @@ class HarborTasks(AsyncTextEnv):
 
     Observation space: the instruction of the task; then the result of each call.
 
-    Rewards: the reward of the task's tests after ``submit``, or when the time is over; otherwise 0. Without a verdict
-    of the tests, the episode is void.
+    Rewards: the reward of the task's tests after ``submit``, or when the time is over; otherwise 0. If the tests give
+    no verdict because of what the agent did, the reward is 0 and ``info["verdict_error"]`` says why. If they give none
+    on the untouched task either, the task is broken, and the episode is void.
 
     Args:
         tasks: a task directory, or a directory of them.
@@ -139,6 +136,7 @@ class HarborTasks(AsyncTextEnv):
         self._command_timeout, self._time_limit, self._output_limit = command_timeout, time_limit, output_limit
         self._pools: sandbox_pools.SandboxPools | None = None
         self._places: dict[str, _Place] = {}
+        self._outcomes: dict[str, Outcome] = {}  # of untouched tasks, by their digests
         self._lease: Lease | None = None
         self._shell: Shell | None = None
         self._spent = 0.0
@@ -192,9 +190,10 @@ class HarborTasks(AsyncTextEnv):
                 return observation, 0.0, False, False, self._info()
             observation += f"\n[the time of {limit:g} s is over]\n"
         verdict = await self._graded(self.task, self._lease)
-        success = verdict.reward >= self._success_reward
+        success = verdict.error is None and verdict.reward >= self._success_reward
         observation += f"[reward: {verdict.reward:.4g}]"
-        return observation, verdict.reward, True, False, self._info(success=success, metrics=dict(verdict.rewards))
+        more: Info = {"verdict_error": verdict.error} if verdict.error else {"metrics": dict(verdict.rewards)}
+        return observation, verdict.reward, True, False, self._info(success=success, **more)
 
     def expert(self) -> Iterator[str]:
         """Yield the solution of the task as a command, then ``submit``; nothing if the task has no solution."""
@@ -228,30 +227,56 @@ class HarborTasks(AsyncTextEnv):
 
     async def _graded(self, task: Task, lease: Lease) -> Verdict:
         """Save the agent's files, remove its sandbox with all its processes, and run the tests in another one."""
-        place = self._places[task.id]
-        env = self._variables(task, task.config.verifier.env)
+        found = await self._of_agent(task, lease)
+        return found if isinstance(found, Verdict) else settle(task.id, found, await self._untouched(task))
+
+    async def _of_agent(self, task: Task, lease: Lease) -> Outcome:
+        """Return what the tests give on the agent's files."""
         try:
             snapshot = await lease.box.snapshot()
         except SandboxError as error:
-            raise await self._failed(error, lease.box) from error
-        self.policy_code_ran = False  # until a sandbox for the tests is ready
+            if cause_of_files(error) != "program":
+                raise await self._failed(error, lease.box) from error
+            await self._put_away()
+            return NoVerdict(f"the agent's files cannot be saved for them: {error}")
         try:
             await self._put_away()
-            spec = self._spec(task, place, "verifier")
+            return await self._tested(task, snapshot)
+        finally:
+            with contextlib.suppress(SandboxError):  # the reaper removes what the engine keeps
+                await finished(Sandbox.discard(snapshot, backend=self._backend))
+
+    async def _untouched(self, task: Task) -> Outcome:
+        """Return what the tests give on the files that the task starts with. They run once for each task."""
+        digest = await asyncio.to_thread(dockerfiles.digest_of, task.folder)
+        if digest not in self._outcomes:
+            self._outcomes[digest] = await self._tested(task, None)
+        return self._outcomes[digest]
+
+    async def _tested(self, task: Task, snapshot: Snapshot | None) -> Outcome:
+        """Run the tests in a new sandbox, with the agent's files, or (None) with those that the task starts with."""
+        place = self._places[task.id]
+        env = self._variables(task, task.config.verifier.env)
+        self.policy_code_ran = False  # until the sandbox is ready
+        spec = self._spec(task, place, "verifier")
+        try:
             box = await Sandbox.create(spec, backend=self._backend, snapshot=snapshot)
-            try:
-                self.policy_code_ran = True
-                return await run_tests(box, task, place.workdir, env, self._reward)
-            except SandboxError as error:
-                raise await self._failed(error, box) from error
-            finally:
-                with contextlib.suppress(SandboxError):  # the reaper removes what the engine keeps
-                    await finished(box.close())
         except SandboxError as error:
+            if snapshot is not None and cause_of_files(error) == "program":
+                return NoVerdict(f"no sandbox for them starts with the agent's files: {error}")
             raise EnvCrashed(f"no sandbox for the tests of {task.id}: {error}") from error
+        self.policy_code_ran = True
+        try:
+            return await run_tests(box, task, place.workdir, env, self._reward)
+        except SandboxError as error:
+            cause = await cause_of(error, box)
+            if cause == "program":
+                return NoVerdict(f"they ended their sandbox: {error}")
+            kind = UnexplainedCrash if cause == "unexplained" and snapshot is not None else EnvCrashed
+            raise kind(f"the sandbox for the tests of {task.id} failed: {error}") from error
         finally:
             with contextlib.suppress(SandboxError):  # as above
-                await finished(Sandbox.discard(snapshot, backend=self._backend))
+                await finished(box.close())
 
     async def _failed(self, error: SandboxError, box: Sandbox) -> EnvCrashed:
         """Remove the agent's sandbox, and return the error for the failure of ``box``."""
@@ -274,21 +299,16 @@ class HarborTasks(AsyncTextEnv):
         user = place.agent if is_agent else place.root
         ready, patience = harbor_tasks.ready_of(environment.healthcheck) if is_agent else ("", 0.0)
         asked = harbor_tasks.network_of(environment, getattr(task.config, phase))
-        return SandboxSpec(
-            image=place.image,
-            user=f"{user.uid}:{user.gid}",
-            env={"HOME": user.home, **self._variables(task, environment.env)},
-            workdir=_SCRATCH,
-            resources=harbor_tasks.resources_of(environment, self._resources),
-            network=Network.none() if self._network == "none" else asked,
-            readonly_root=False,
-            cap_add=_CAPABILITIES if user.uid == 0 else (),
-            setup=("/bin/sh", "-c", f"mkdir -p {' '.join(LOGS)}") if is_agent and user.uid == 0 else (),
-            ready=("/bin/sh", "-c", ready) if ready else (),
-            pull="never" if place.image.startswith(IMAGES) else "missing",
-            ttl=None,
-            idle_timeout=3600.0,
-            start_timeout=300.0 + patience,
+        folders = " ".join(shlex.quote(path) for path in (*LOGS, place.workdir))
+        return harbor_sandbox.spec_of(
+            place.image,
+            user,
+            self._variables(task, environment.env),
+            harbor_tasks.resources_of(environment, self._resources),
+            Network.none() if self._network == "none" else asked,
+            setup=("/bin/sh", "-c", f"mkdir -p {folders}") if is_agent and user.uid == 0 else (),
+            ready=ready,
+            patience=patience,
         )
 
     def _variables(self, task: Task, given: Mapping[str, str]) -> dict[str, str]:
@@ -361,12 +381,10 @@ def _placed(task: Task) -> _Place:
         ImageError: there is no image, or the task cannot run in it.
         EngineUnavailable: the engine does not answer.
     """
-    environment, folder = task.config.environment, task.build_folder
-    if folder is None:
-        assert environment.docker_image is not None
-        image = environment.docker_image
-    else:
-        image = dockerfiles.build_image(folder, IMAGES, environment.build_timeout_sec)
+    environment = task.config.environment
+    image = harbor_sandbox.image_of(
+        environment.docker_image, task.folder / "environment", environment.build_timeout_sec
+    )
     defaults = dockerfiles.defaults_of(image)
     if task.config.verifier.user is None and defaults.user.uid != 0:
         raise ImageError(

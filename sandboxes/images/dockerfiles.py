@@ -61,7 +61,12 @@ class Defaults:
 
 
 def name_of(folder: Path, repository: str) -> str:
-    """Return the name of the image of a folder: ``repository`` with a digest of the paths, modes and contents."""
+    """Return the name of the image of a folder: ``repository`` with the digest of the folder."""
+    return f"{repository}:{digest_of(folder)}"
+
+
+def digest_of(folder: Path) -> str:
+    """Return a hexadecimal digest of the paths, modes and contents in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
@@ -73,10 +78,10 @@ def name_of(folder: Path, repository: str) -> str:
         else:
             part = f"folder {relative}".encode()
         digest.update(len(part).to_bytes(8, "big") + part)
-    return f"{repository}:{digest.hexdigest()[:16]}"
+    return digest.hexdigest()[:16]
 
 
-def build_image(folder: Path, repository: str, timeout: float) -> str:
+def build_image(folder: Path, repository: str, timeout: float, *, again: bool = False) -> str:
     """Build the image of a folder with a Dockerfile, unless the engine has it, and return its name.
 
     The build runs the command ``docker``, with BuildKit where it is installed, and with a network. Blocks.
@@ -85,18 +90,20 @@ def build_image(folder: Path, repository: str, timeout: float) -> str:
         folder: the folder.
         repository: the name of the image without its tag.
         timeout: seconds that the build may take.
+        again: build it although the engine has it, without the engine's cache.
 
     Raises:
         ImageError: the image cannot be built.
         EngineUnavailable: the engine does not answer.
     """
     tag = name_of(folder, repository)
-    if build.exists(tag):
+    if not again and build.exists(tag):
         return tag
     docker = shutil.which("docker")
     if docker is None:
         raise ImageError(f"building {folder} needs the command docker, which is not installed", image=tag)
-    command = [docker, "build", "--quiet", "--force-rm", "--tag", tag, os.fspath(folder)]
+    fresh = ["--no-cache"] if again else []
+    command = [docker, "build", "--quiet", "--force-rm", *fresh, "--tag", tag, os.fspath(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

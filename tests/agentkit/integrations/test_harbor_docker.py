@@ -17,17 +17,12 @@ from harbor_cases import ANSWER, DOCKERFILE, SOLUTION, TEST, WRONG, write_task
 from requiring import require
 
 import agentkit
-from agentkit.errors import (
-    EnvContractError,
-    EnvCrashed,
-    EnvError,
-    EnvTimeout,
-    ImageError,
-    SandboxError,
-    UnexplainedCrash,
-)
+from agentkit.errors import EnvContractError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
 from agentkit.integrations.harbor import HarborTasks
+from agentkit.integrations.harbor_tasks import Task
+from agentkit.integrations.harbor_verdict import Outcome
 from agentkit.sandboxes.images import build
+from agentkit.sandboxes.types import Snapshot
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -114,38 +109,107 @@ async def test_a_forged_verdict_is_not_read(make: Make, way: str) -> None:
     assert (await play(env, f"bash {FORGED[way]}", "bash cd /app", ANSWER, "submit"))[1] == 1.0
 
 
-NO_VERDICT = {
-    "nothing": ("exit 0", EnvContractError),
-    "an empty file": (">/logs/verifier/reward.txt", EnvContractError),
-    "not a number": ("echo good >/logs/verifier/reward.txt", EnvContractError),
-    "nan": ("echo nan >/logs/verifier/reward.txt", EnvContractError),
-    "infinity": ("echo '{\"reward\": 1e999}' >/logs/verifier/reward.json", EnvContractError),
-    "a bad object beside a good text": (
-        "echo '{}' >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt",
-        EnvContractError,
-    ),
-    "a folder": ("mkdir /logs/verifier/reward.txt", EnvContractError),
-    "bytes": (r"printf '\xff\xfe' >/logs/verifier/reward.txt", EnvContractError),
-    "a large file": ("head -c 3000000 /dev/zero >/logs/verifier/reward.txt", EnvContractError),
-    "no end": ("sleep 100", EnvTimeout),
+BROKEN = {
+    "nothing": "exit 0",
+    "an empty file": ">/logs/verifier/reward.txt",
+    "not a number": "echo good >/logs/verifier/reward.txt",
+    "nan": "echo nan >/logs/verifier/reward.txt",
+    "infinity": "echo '{\"reward\": 1e999}' >/logs/verifier/reward.json",
+    "a bad object beside a good text": "echo '{}' >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt",
+    "a folder": "mkdir /logs/verifier/reward.txt",
+    "bytes": r"printf '\xff\xfe' >/logs/verifier/reward.txt",
+    "a large file": "head -c 3000000 /dev/zero >/logs/verifier/reward.txt",
+    "no end": "sleep 100",
 }
 
 
-@pytest.mark.parametrize("way", NO_VERDICT)
-async def test_without_a_verdict_the_episode_is_void(make: Make, way: str) -> None:
-    script, kind = NO_VERDICT[way]
-    env = make(test=f"#!/bin/bash\n{script}\n", more="[metadata]\n")
-    config = env.tasks[0].config
-    config.verifier.timeout_sec = 3.0
-    with pytest.raises(EnvError) as caught:
+@pytest.mark.parametrize("way", BROKEN)
+async def test_a_broken_task_voids_the_episode(make: Make, way: str) -> None:
+    env = make(test=f"#!/bin/bash\n{BROKEN[way]}\n")
+    env.tasks[0].config.verifier.timeout_sec = 3.0
+    with pytest.raises(EnvContractError, match="the task agentkit/task0 is broken"):
         await play(env, ANSWER, "submit")
-    assert type(caught.value) is kind
-    assert "agentkit/task0" in str(caught.value)
 
 
-async def test_the_message_of_a_missing_verdict_has_the_output_of_the_tests(make: Make) -> None:
-    with pytest.raises(EnvContractError, match=r"left no verdict: .*no such module"):
+async def test_the_message_of_a_broken_task_has_the_output_of_its_tests_and_the_remedy(make: Make) -> None:
+    with pytest.raises(EnvContractError, match=r"no such module.*no such module.*repair its tests"):
         await play(make(test="#!/bin/bash\necho no such module >&2\n"), "submit")
+
+
+NEEDS_TMP = TEST.replace("if [ ", "head -c 1000000 /dev/zero >/tmp/scratch || exit 1\nif [ ")
+DESTROYED = {
+    "bash": ("rm /bin/bash", "neither reward.txt nor reward.json"),
+    "the shell": ("rm /bin/sh", "could not be run"),
+    "everything": ("rm -rf /bin /usr /lib /lib64 /sbin", "could not be run|no sandbox for them starts"),
+    "a sparse file": ("truncate -s 100G /tmp/file", "cannot be saved"),
+    "a full /tmp": ("cat /dev/zero >/tmp/zeros", "neither reward.txt nor reward.json"),
+    "a program that never ends": ("printf '#!/bin/sh\\nsleep 1000' >/usr/bin/paste", "did not end in 5 s"),
+    "a program that kills all": ("printf '#!/bin/sh\\nkill -9 -1' >/usr/bin/paste", "neither reward.txt nor"),
+    "a program that needs all memory": (
+        "printf '#!/bin/sh\\nexec tail -c 4000000000 /dev/zero' >/usr/bin/paste; rm /usr/bin/python3*",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", DESTROYED)
+async def test_an_agent_that_destroys_what_the_tests_need_has_failed(make: Make, way: str) -> None:
+    command, reason = DESTROYED[way]
+    env = make(test=NEEDS_TMP)
+    env.tasks[0].config.verifier.timeout_sec = 5.0
+    _, reward, terminated, truncated, info = await play(env, ANSWER, f"bash {command}", "submit")
+    assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
+    if reason:
+        assert re.search(reason, info["verdict_error"])
+
+
+def spy(env: HarborTasks) -> list[bool]:
+    """Record the runs of the tests from now on: whether each is on the untouched task."""
+    tested, runs = env._tested, []
+
+    async def recorded(task: Task, snapshot: Snapshot | None) -> Outcome:
+        runs.append(snapshot is None)
+        return await tested(task, snapshot)
+
+    env._tested = recorded
+    return runs
+
+
+async def test_the_untouched_task_is_tested_once(make: Make) -> None:
+    env = make()
+    runs = spy(env)
+    for _ in range(2):
+        _, _, _, _, info = await play(env, "bash rm /bin/bash", "submit")
+        assert "neither reward.txt" in info["verdict_error"]
+    assert runs == [False, True, False]
+    (env.tasks[0].folder / "tests" / "test.sh").write_text("#!/bin/bash\nexit\n", encoding="utf-8")
+    with pytest.raises(EnvContractError, match="is broken"):
+        await play(env, "submit")
+    assert runs == [False, True, False, False, True]
+
+
+async def test_destroying_the_tests_pays_no_more_than_doing_nothing(make: Make) -> None:
+    env = make({"success_reward": -5}, test=TEST.replace("echo 0", "echo -3"))
+    assert (await play(env, "submit"))[1] == -3.0
+    _, reward, _, _, info = await play(env, "bash rm /bin/bash", "submit")
+    assert (reward, info["success"]) == (-3.0, False)
+
+
+async def test_a_sandbox_that_fails_while_the_untouched_task_is_tested_voids_the_episode(make: Make) -> None:
+    env = make(test="#!/bin/bash\n[ -e /app/sum.txt ] && exit\nsleep 60; echo 0 >/logs/verifier/reward.txt\n")
+    await env.reset(seed=0)
+    await env.step(ANSWER)
+    runs, (place,) = spy(env), env._places.values()
+    submitting = asyncio.ensure_future(env.step("submit"))
+    while not submitting.done():
+        await asyncio.sleep(1.0)
+        running = docker("ps", "--quiet", "--filter", f"ancestor={place.image}").split()
+        if runs == [False, True] and running:
+            docker("rm", "--force", *running)
+    with pytest.raises(EnvCrashed) as caught:
+        await submitting
+    assert not isinstance(caught.value, UnexplainedCrash)
+    assert env._outcomes == {}
 
 
 async def test_rewards_by_name(make: Make) -> None:
@@ -201,11 +265,13 @@ async def test_files_of_a_solution_arrive_unchanged(make: Make, tmp_path: Path) 
 
 async def test_an_image_by_name_and_a_healthcheck(make: Make) -> None:
     image = "agentkit/base"
-    more = f"docker_image = '{image}'\n[environment.healthcheck]\ncommand = 'test -d /logs/agent'\n"
-    test = '#!/bin/bash\n[ "$(cat /root/it)" = 5 ] && echo 1 >/logs/verifier/reward.txt\n'
+    more = f"docker_image = '{image}'\nworkdir = '/made/for/it'\n"
+    more += "[environment.healthcheck]\ncommand = 'test -d /logs/agent'\n"
+    test = '#!/bin/bash\n[ "$(cat /root/it)" = 5 ] && r=1\necho ${r:-0} >/logs/verifier/reward.txt\n'
     config = '[agent]\nuser = 0\n[verifier]\nuser = 0\n[environment]\nnetwork_mode = "no-network"\n{more}'
     env = make(dockerfile=None, more=more, test=test, config=config)
-    assert (await play(env, "bash echo 5 >/root/it", "submit"))[1] == 1.0
+    assert (await play(env, "bash pwd", "bash echo 5 >/root/it", "submit"))[1] == 1.0
+    assert "verdict_error" in (await play(env, "bash rm /bin/bash", "submit"))[4]
 
 
 async def test_images_that_cannot_be_used_are_errors(make: Make) -> None:

@@ -14,10 +14,30 @@ from requiring import require
 
 import agentkit
 from agentkit import prefixes, registry
-from agentkit.errors import ConfigError, MissingExtra, RegistryError
+from agentkit.errors import (
+    ConfigError,
+    DiskFull,
+    EngineUnavailable,
+    EnvContractError,
+    FileTooLarge,
+    ImageError,
+    MissingExtra,
+    RegistryError,
+    SandboxError,
+    SandboxLost,
+    StartTimeout,
+)
 from agentkit.integrations import harbor_tasks
 from agentkit.integrations.harbor import HarborTasks
-from agentkit.integrations.harbor_verdict import chosen, parse_json, parse_text
+from agentkit.integrations.harbor_verdict import (
+    NoVerdict,
+    Verdict,
+    cause_of_files,
+    chosen,
+    parse_json,
+    parse_text,
+    settle,
+)
 from agentkit.sandboxes.images import dockerfiles
 from agentkit.sandboxes.images.dockerfiles import User, find_user, parse_users
 from agentkit.sandboxes.spec import Network
@@ -282,3 +302,32 @@ def test_the_name_of_an_image_changes_with_its_files(tmp_path: Path) -> None:
     (folder / "empty").mkdir()
     names.append(dockerfiles.name_of(folder, "agentkit/harbor"))
     assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize(("untouched", "reward"), [(0.0, 0.0), (1.0, 0.0), (0.3, 0.0), (-2.0, -2.0)])
+def test_tests_that_work_on_the_untouched_task_blame_the_policy(untouched: float, reward: float) -> None:
+    verdict = settle("t", NoVerdict("no bash"), Verdict(untouched, {"reward": untouched}))
+    assert verdict == Verdict(reward, {}, error="no bash")
+
+
+def test_tests_that_never_work_blame_the_task() -> None:
+    with pytest.raises(EnvContractError, match=r"task t is broken.*no bash.*no tests.*repair its tests") as caught:
+        settle("t", NoVerdict("no bash"), NoVerdict("no tests"))
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (DiskFull("full"), "program"),
+        (FileTooLarge("sparse"), "program"),
+        (StartTimeout("refused", phase="start"), "program"),
+        (SandboxLost("gone", reason="oom"), "program"),
+        (SandboxLost("gone", reason="removed"), "external"),
+        (EngineUnavailable("down"), "external"),
+        (ImageError("removed"), "external"),
+        (SandboxError("odd"), "unexplained"),
+    ],
+)
+def test_causes_of_files_that_cannot_be_used(error: SandboxError, cause: str) -> None:
+    assert cause_of_files(error) == cause
