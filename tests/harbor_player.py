@@ -1,8 +1,9 @@
-"""Run tasks with Harbor's own trial, oracle and verifier: SCRIPT TASKS TRIALS COMMANDS; prints JSON.
+"""Run tasks with Harbor's own trial, oracle and verifier: SCRIPT TASKS TRIALS COMMANDS ENVIRONMENT; prints JSON.
 
-Runs with the interpreter that has Harbor. Its environment for Docker needs Docker Compose; this one needs only the
+Runs with the interpreter that has Harbor. Its environment for Docker needs Docker Compose; `PlainDocker` needs only the
 command `docker`, and leaves resources and networks out. COMMANDS is a JSON object: for each way to play, a shell
-command, or null for the solution of the task. Printed, for each task and way: the rewards, or the type of the error.
+command, null for the solution of the task, or the configuration of an agent. ENVIRONMENT is the import path of the
+environment. Printed, for each task and way: the rewards, or the type of the error.
 """
 
 from __future__ import annotations
@@ -112,9 +113,58 @@ async def _docker(*words: str, check: bool = True) -> ExecResult:
     return ExecResult(stdout=output.decode(), stderr=errors.decode(), return_code=process.returncode or 0)
 
 
-async def play(task: Path, trials: Path, way: str, command: str | None) -> dict[str, Any]:
+class Copying(BaseAgent):
+    """An agent that copies files both ways, and answers if they arrive; the task must have `numbers.txt`."""
+
+    @staticmethod
+    def name() -> str:
+        return "copying"
+
+    def version(self) -> str:
+        return "1"
+
+    async def setup(self, environment: BaseEnvironment) -> None:
+        pass
+
+    async def run(self, instruction: str, environment: BaseEnvironment, context: Any) -> None:
+        here = self.logs_dir / "here"
+        (here / "deep" / "empty").mkdir(parents=True)
+        (here / "deep" / "data").write_bytes(bytes(range(256)))
+        (here / "run").write_text("#!/bin/sh\necho it runs\n")
+        (here / "run").chmod(0o755)
+        await environment.upload_dir(here, "/copies/there")
+        await environment.upload_file(here / "deep" / "data", "/copies/data")
+        ran = await environment.exec("./run; cmp deep/data ../data; ls -d deep/empty", cwd="/copies/there")
+        assert (ran.stdout, ran.return_code) == ("it runs\ndeep/empty\n", 0), ran
+        back = self.logs_dir / "back"
+        (back / "deep").mkdir(parents=True)
+        (back / "deep" / "data").write_text("old")
+        (back / "kept").write_text("kept")
+        await environment.download_dir("/copies/there", back)
+        await environment.download_file("/copies/data", back / "one" / "data")
+        assert (back / "deep" / "data").read_bytes() == (back / "one" / "data").read_bytes() == bytes(range(256))
+        assert sorted(path.name for path in back.iterdir()) == ["deep", "kept", "one", "run"]
+        assert os.access(back / "run", os.X_OK)
+        assert await environment.is_dir("/copies/there/deep")
+        assert not await environment.is_file("/copies/there/deep")
+        failed = await environment.exec("echo out; echo err >&2; exit 3")
+        assert (failed.stdout, failed.stderr, failed.return_code) == ("out\n", "err\n", 3), failed
+        try:
+            await environment.exec("sleep 60", timeout_sec=1)
+        except RuntimeError as error:
+            assert "timed out" in str(error)  # noqa: PT017  (this is a program)
+        else:
+            raise AssertionError("the command did not time out")
+        who = await environment.exec("id -u; echo $HOME", user="nobody")
+        assert who.stdout == "65534\n/nonexistent\n", who
+        await environment.exec("echo 60 >sum.txt")
+
+
+async def play(task: Path, trials: Path, way: str, command: str | dict[str, Any] | None, place: str) -> dict[str, Any]:
     if command is None:
         agent: dict[str, Any] = {"name": "oracle"}
+    elif isinstance(command, dict):
+        agent = command
     else:
         agent = {"import_path": "harbor_player:Scripted", "kwargs": {"command": command}}
     config = {
@@ -122,7 +172,7 @@ async def play(task: Path, trials: Path, way: str, command: str | None) -> dict[
         "trial_name": f"{task.name}-{way}",
         "trials_dir": str(trials),
         "agent": agent,
-        "environment": {"import_path": "harbor_player:PlainDocker"},
+        "environment": {"import_path": place},
     }
     trial = await Trial.create(TrialConfig.model_validate(config))
     result = await trial.run()
@@ -132,17 +182,17 @@ async def play(task: Path, trials: Path, way: str, command: str | None) -> dict[
     return {"error": result.exception_info.exception_type, "message": result.exception_info.exception_message}
 
 
-async def play_all(folders: list[Path], trials: Path, commands: dict[str, str | None]) -> dict[str, Any]:
+async def play_all(folders: list[Path], trials: Path, commands: dict[str, Any], place: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for folder in folders:
         known = told[folder.name] = {"valid": Task.is_valid_dir(folder)}
         if known["valid"]:
             known["instruction"] = Task(folder).instruction
             for way, command in commands.items():
-                known[way] = await play(folder, trials, way, command)
+                known[way] = await play(folder, trials, way, command, place)
     return told
 
 
 if __name__ == "__main__":
     tasks = sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir())
-    print(json.dumps(asyncio.run(play_all(tasks, Path(sys.argv[2]), json.loads(sys.argv[3])))))
+    print(json.dumps(asyncio.run(play_all(tasks, Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]))))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harbor_cases import CONFIG, TEST, write_task
+from harbor_cases import CONFIG, DOCKERFILE, TEST, write_task
 from requiring import require
 
 import agentkit
@@ -21,13 +22,16 @@ from agentkit.errors import ConfigError, EnvContractError
 from agentkit.integrations import harbor_tasks
 from agentkit.integrations.harbor import HarborTasks
 from agentkit.integrations.harbor_export import PROGRAM, export
-from agentkit.sandboxes.images import build
+from agentkit.integrations.harbor_sandbox import IMAGES
+from agentkit.sandboxes.images import build, dockerfiles
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 PYTHON = Path(os.environ.get("AGENTKIT_HARBOR_PYTHON", ROOT / ".venv-harbor" / "bin" / "python"))
+PLAIN = "harbor_player:PlainDocker"
+OURS = "agentkit.integrations.harbor_environment:AgentkitEnvironment"
 COMMANDS = {
     "oracle": None,
     "wrong": "echo 61 >sum.txt",
@@ -42,18 +46,20 @@ ERRORS = {
 """Tests without a verdict, and the errors of Harbor."""
 
 
-def run(tasks: Path, trials: Path, commands: dict[str, str | None]) -> dict[str, Any]:
-    """Play all tasks of a folder with Harbor; return what it says of each."""
+def run(
+    tasks: Path, trials: Path, commands: dict[str, Any], place: str = "harbor_player:PlainDocker"
+) -> dict[str, Any]:
+    """Play all tasks of a folder with Harbor in an environment; return what it says of each."""
     require(PYTHON.exists(), "run .ci/harbor --install-only, or set AGENTKIT_HARBOR_PYTHON")
     require(build.exists("agentkit/base"), "run `PYTHON=.venv/bin/python .ci/docker`")
-    command = [str(PYTHON), str(TESTS / "harbor_player.py"), str(tasks), str(trials), json.dumps(commands)]
+    command = [str(PYTHON), str(TESTS / "harbor_player.py"), str(tasks), str(trials), json.dumps(commands), place]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=1000,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "HARBOR_TELEMETRY": "off"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "HARBOR_TELEMETRY": "off"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -96,6 +102,59 @@ async def test_rewards_and_missing_verdicts_are_those_of_harbor(tmp_path: Path) 
         assert theirs["sum"]["wrong"] == theirs["sum"]["stale"] == {"rewards": {"reward": 0.0}}
     finally:
         await env.close()
+
+
+def test_its_trials_run_in_our_sandboxes(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    write_task(tasks / "sum")
+    write_task(tasks / "none", test="#!/bin/bash\nexit\n")
+    user = "RUN echo ann:x:1234:1234::/home/ann:/bin/bash >>/etc/passwd; mkdir /work; chown 1234 /work\n"
+    write_task(
+        tasks / "user",
+        dockerfile=f"{DOCKERFILE}{user}ENV FROM_IMAGE=yes\n",
+        more='workdir = "/work"\n[environment.env]\nA = "x y"\n',
+        config=CONFIG.replace("[agent]\n", '[agent]\nuser = "ann"\n').replace(
+            "[verifier]", '[verifier]\nuser = "root"'
+        ),
+        solution='#!/bin/bash\necho "$(id -u):$(id -g):$HOME:$A:$FROM_IMAGE:$PWD" >who\n',
+        test=(
+            '#!/bin/bash\n[ "$(id -u):$(cat who)" = "0:1234:1234:/home/ann:x y:yes:/work" ] && r=1\n'
+            "echo ${r:-0} >/logs/verifier/reward.txt\n"
+        ),
+    )
+    more = 'docker_image = "agentkit/base"\nworkdir = "/app"\n[environment.healthcheck]\ncommand = "test -e /app"\n'
+    root = CONFIG.replace("[agent]", '[agent]\nuser = "root"')  # the image's default user may not write to /app
+    image = write_task(tasks / "image", dockerfile=None, more=more, config=root)
+    assert (image / "environment" / "numbers.txt").exists()  # which Harbor copies to the working directory
+    copying = {"import_path": "harbor_player:Copying"}
+    commands = {"oracle": None, "wrong": COMMANDS["wrong"], "stale": COMMANDS["stale"], "copying": copying}
+    told = run(tasks, tmp_path / "trials", commands, OURS)
+    good, bad = {"rewards": {"reward": 1.0}}, {"rewards": {"reward": 0.0}}
+    for task in ("sum", "image"):
+        assert {way: told[task][way] for way in commands} == {
+            "oracle": good,
+            "wrong": bad,
+            "stale": bad,
+            "copying": good,
+        }
+    assert told["user"]["oracle"] == good
+    assert told["user"]["wrong"] == bad
+    assert told["none"]["oracle"]["error"] == "RewardFileNotFoundError"
+    built = dockerfiles.name_of(tasks / "user" / "environment", IMAGES)
+    assert subprocess.check_output(["docker", "ps", "--all", "--quiet", "--filter", f"ancestor={built}"]) == b""
+
+
+def test_the_command_of_the_documentation(tmp_path: Path) -> None:
+    require(PYTHON.exists(), "run .ci/harbor --install-only, or set AGENTKIT_HARBOR_PYTHON")
+    page = (ROOT / "docs/integrations/harbor.md").read_text(encoding="utf-8")
+    command = re.search(r"^harbor (run .*)$", page, re.MULTILINE)
+    assert command is not None
+    write_task(tmp_path / "tasks" / "sum")
+    words = [str(PYTHON), "-m", "harbor.cli.main", *command[1].split()]
+    environment = {**os.environ, "HARBOR_TELEMETRY": "off"}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    (result,) = tmp_path.glob("jobs/*/*/result.json")
+    assert json.loads(result.read_text())["verifier_result"]["rewards"] == {"reward": 1.0}, done.stdout + done.stderr
 
 
 def test_exported_tasks_have_the_same_rewards_there(tmp_path: Path) -> None:
