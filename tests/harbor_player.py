@@ -3,7 +3,7 @@
 Runs with the interpreter that has Harbor. Its environment for Docker needs Docker Compose; `PlainDocker` needs only the
 command `docker`, and leaves resources and networks out. COMMANDS is a JSON object: for each way to play, a shell
 command, null for the solution of the task, or the configuration of an agent. ENVIRONMENT is the import path of the
-environment. Printed, for each task and way: the rewards, or the type of the error.
+environment. Printed, for each task and way: the rewards with the tokens of the agent, or the type of the error.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ async def play(task: Path, trials: Path, way: str, command: str | dict[str, Any]
     trial = await Trial.create(TrialConfig.model_validate(config))
     result = await trial.run()
     if result.verifier_result is not None:
-        return {"rewards": result.verifier_result.rewards}
+        known = {"rewards": result.verifier_result.rewards}
+        if (details := result.agent_result and result.agent_result.rollout_details) is not None:
+            known["rollout"] = details
+        return known
     assert result.exception_info is not None
     return {"error": result.exception_info.exception_type, "message": result.exception_info.exception_message}
 

@@ -26,7 +26,7 @@ from agentkit.envs.isolation.redundancy import Redundancy, check_redundancy
 from agentkit.envs.spaces import Text
 from agentkit.envs.swebench import sandbox_pools, tools
 from agentkit.envs.task_files import Split, check_split
-from agentkit.errors import ConfigError, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
+from agentkit.errors import ConfigError, EngineUnavailable, EnvCrashed, ImageError, SandboxError, UnexplainedCrash
 from agentkit.extras import require_harbor
 from agentkit.integrations import harbor_sandbox, harbor_tasks
 from agentkit.integrations.harbor_tasks import Task
@@ -44,7 +44,7 @@ from agentkit.sandboxes.spec import Network, SandboxSpec
 from agentkit.sandboxes.tasks import finished
 from agentkit.sandboxes.types import Snapshot
 
-_RULES = (
+INSTRUCTIONS = (
     "You are at a shell in a Linux container. Do the task that you are given; hidden tests decide. The tests run after "
     "you have submitted, when none of your processes runs any more. You have these tools:\n\n" + tools.USAGE
 )
@@ -93,7 +93,7 @@ class HarborTasks(AsyncTextEnv):
         ConfigError: there are no tasks, one is malformed, or an argument is out of range.
     """
 
-    instructions = _RULES
+    instructions = INSTRUCTIONS
     max_turns = 50
     actions_per_turn = 1
     deterministic: ClassVar[bool] = False  # output of commands may contain times and addresses
@@ -235,16 +235,27 @@ class HarborTasks(AsyncTextEnv):
         try:
             snapshot = await lease.box.snapshot()
         except SandboxError as error:
-            if cause_of_files(error) != "program":
-                raise await self._failed(error, lease.box) from error
-            await self._put_away()
-            return NoVerdict(f"the agent's files cannot be saved for them: {error}")
+            if cause_of_files(error) == "program":
+                await self._put_away()
+                return NoVerdict(f"the agent's files cannot be saved for them: {error}")
+            if isinstance(error, EngineUnavailable) and await self._answers():
+                await self._put_away()
+                raise UnexplainedCrash(f"the files of the agent of {task.id} could not be saved: {error}") from error
+            raise await self._failed(error, lease.box) from error
         try:
             await self._put_away()
             return await self._tested(task, snapshot)
         finally:
             with contextlib.suppress(SandboxError):  # the reaper removes what the engine keeps
                 await finished(Sandbox.discard(snapshot, backend=self._backend))
+
+    async def _answers(self) -> bool:
+        """Return whether the engine answers: then it may be the number of the agent's files that takes too long."""
+        try:
+            await Sandbox.list(labels={"task": "none"}, backend=self._backend)
+        except SandboxError:
+            return False
+        return True
 
     async def _untouched(self, task: Task) -> Outcome:
         """Return what the tests give on the files that the task starts with. They run once for each task."""

@@ -5,6 +5,7 @@ The package lives in a separate environment, which `.ci/harbor --install-only` c
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,14 +17,23 @@ from typing import Any
 import pytest
 from harbor_cases import CONFIG, DOCKERFILE, TEST, write_task
 from requiring import require
+from rollout_doubles import ScriptedEngine
+from rollout_harness import renderer
 
 import agentkit
+from agentkit.config import ModelConfig
 from agentkit.errors import ConfigError, EnvContractError
 from agentkit.integrations import harbor_tasks
 from agentkit.integrations.harbor import HarborTasks
 from agentkit.integrations.harbor_export import PROGRAM, export
 from agentkit.integrations.harbor_sandbox import IMAGES
 from agentkit.sandboxes.images import build, dockerfiles
+from agentkit.trainers.endpoint.dialogue import Dialogues
+from agentkit.trainers.endpoint.server import ChatServer
+from agentkit.trainers.endpoint.service import ChatService
+from agentkit.trainers.models.load import load_tokenizer
+from agentkit.trainers.rollout.episode import invalid_answer_message, system_message
+from agentkit.trainers.rollout.parser import ActionParser
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -142,6 +152,71 @@ def test_its_trials_run_in_our_sandboxes(tmp_path: Path) -> None:
     assert told["none"]["oracle"]["error"] == "RewardFileNotFoundError"
     built = dockerfiles.name_of(tasks / "user" / "environment", IMAGES)
     assert subprocess.check_output(["docker", "ps", "--all", "--quiet", "--filter", f"ancestor={built}"]) == b""
+
+
+ACTIONS = (
+    "bash cd /tmp && export N=60 && echo ready",
+    "create note.txt\none\ntwo",
+    "edit note.txt\n<<<<<<< SEARCH\ntwo\n=======\n60\n>>>>>>> REPLACE",
+    "edit note.txt\n<<<<<<< SEARCH\nnine\n=======\n60\n>>>>>>> REPLACE",
+    "view note.txt",
+    "view /none",
+    "view /app",
+    "dance",
+    "bash pwd; tail -n 1 /app/note.txt >/app/sum.txt; echo $N; ls -l /app/note.txt | cut -c1-10; (exit 3)",
+)
+
+
+async def test_a_model_is_an_agent_there_and_sees_what_it_sees_here(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "tasks" / "sum")
+    env = agentkit.make(f"harbor:{folder}")
+    try:
+        instruction, _ = await env.reset(seed=0)
+        here = [(await env.step(action))[0] for action in ACTIONS]
+    finally:
+        await env.close()
+    answers = ["No format.", *(f"I do it.\n<answer>{action}</answer>" for action in ACTIONS)]
+    answers += ["<answer>bash sleep 60</answer>", "<answer>bash echo still $N</answer>", "<answer>submit</answer>"]
+    queue, shown = iter(answers), []
+
+    def script(text: str, seed: int) -> str:
+        shown.append(text)
+        return next(queue)
+
+    engine = ScriptedEngine(renderer(), script)
+    service = ChatService(engine, Dialogues(load_tokenizer("quickstart"), ModelConfig()), "tiny", 16_384)
+    async with ChatServer(service, port=0, tokens=["a-token-of-the-test"]) as server:
+        agent = {
+            "import_path": "agentkit.integrations.harbor_agent:AgentkitAgent",
+            "model_name": "tiny",
+            "kwargs": {"url": server.url, "command_timeout": 5},
+            "env": {"OPENAI_API_KEY": "a-token-of-the-test"},
+        }
+        all_told = await asyncio.to_thread(run, folder.parent, tmp_path / "trials", {"model": agent}, OURS)
+    told = all_told["sum"]["model"]
+    assert told.get("rewards") == {"reward": 1.0}, told
+    parser = ActionParser("tagged")
+    plain = re.sub(r"\s+", " ", shown[-1])
+    expected = [
+        system_message(HarborTasks.instructions, parser),
+        instruction,
+        invalid_answer_message(instruction, parser),
+        *here,
+        "[stopped after 5 s]",
+        "still 60",
+    ]
+    at = 0
+    for text in expected:
+        at = plain.find(re.sub(r"\s+", " ", text), at)
+        assert at >= 0, (text, shown[-1])
+    (prompts,), (results,) = engine.prompts.values(), engine.results.values()
+    assert told["rollout"] == [
+        {
+            "prompt_token_ids": prompts,
+            "completion_token_ids": results,
+            "logprobs": [[-0.5] * len(ids) for ids in results],
+        }
+    ]
 
 
 def test_the_command_of_the_documentation(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from agentkit.errors import EnvContractError, EnvCrashed, ImageError, SandboxErr
 from agentkit.integrations.harbor import HarborTasks
 from agentkit.integrations.harbor_tasks import Task
 from agentkit.integrations.harbor_verdict import Outcome
+from agentkit.sandboxes import sandbox as sandbox_module
 from agentkit.sandboxes.images import build
 from agentkit.sandboxes.types import Snapshot
 
@@ -155,12 +156,22 @@ DESTROYED = {
 @pytest.mark.parametrize("way", DESTROYED)
 async def test_an_agent_that_destroys_what_the_tests_need_has_failed(make: Make, way: str) -> None:
     command, reason = DESTROYED[way]
-    env = make(test=NEEDS_TMP)
+    env = make({"resources": {"memory": "160m"}}, test=NEEDS_TMP)
     env.tasks[0].config.verifier.timeout_sec = 5.0
     _, reward, terminated, truncated, info = await play(env, ANSWER, f"bash {command}", "submit")
     assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
     if reason:
         assert re.search(reason, info["verdict_error"])
+
+
+async def test_files_that_cannot_be_saved_in_time_do_not_void_every_attempt(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make()
+    await play(env, ANSWER)
+    monkeypatch.setattr(sandbox_module, "CALL_TIMEOUT", 0.01)
+    with pytest.raises(UnexplainedCrash, match="could not be saved"):
+        await env.step("submit")
 
 
 def spy(env: HarborTasks) -> list[bool]:
