@@ -48,7 +48,8 @@ class EnvConfig(Strict):
     """The environment, and how it runs."""
 
     id: str
-    """Registered name, such as `FrozenLake-v1` (`agentkit env list`), or `openenv:URL` of an OpenEnv server."""
+    """Registered name, such as `FrozenLake-v1` (`agentkit env list`), `openenv:URL` of an OpenEnv server, or
+    `harbor:FOLDER` with tasks of Harbor."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment (`agentkit env info ID`)."""
     max_turns: int | None = Field(default=None, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterable
 
 from agentkit.errors import MissingExtra
@@ -10,6 +11,7 @@ from agentkit.errors import MissingExtra
 _TRAINING = ("safetensors", "tokenizers", "torch", "transformers")
 _SERVER = ("prometheus_client", "uvicorn")
 _RAY = ("ray",)
+HARBOR = ("docker",) if sys.version_info >= (3, 11) else ("docker", "tomli")
 OPENENV = ("uvicorn", "websockets")
 
 
@@ -47,6 +49,11 @@ def require_ray() -> None:
 def require_reasoning_gym() -> None:
     """Raise ``MissingExtra`` unless reasoning-gym is installed; does not import it."""
     _require("reasoning_gym", "reasoning-gym", ("reasoning_gym",))
+
+
+def require_harbor() -> None:
+    """Raise ``MissingExtra`` unless the packages of the extra ``harbor`` are installed; imports none of them."""
+    _require("harbor", "harbor", HARBOR)
 
 
 def require_openenv(part: str) -> None:

@@ -1,8 +1,8 @@
-"""Client of OpenAI-compatible chat endpoints, for evaluation.
+"""Client of OpenAI-compatible chat endpoints.
 
 Invariant: every call ends with a reply or an ``EngineError`` that quotes the server. Temporary failures (a busy or
-restarting server, a lost connection) are retried with growing pauses; others are not. An endpoint returns no token ids
-and no versions of its weights, so its episodes cannot be used for training.
+restarting server, a lost connection) are retried with growing pauses; others are not. Only some servers return token
+ids, such as `agentkit serve` and vLLM; a reply without them cannot be used for training.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_PAUSE_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The tokens of a reply."""
+
+    prompt: tuple[int, ...]
+    """Ids of the whole prompt."""
+    answer: tuple[int, ...]
+    """Ids that were sampled, with the one that ends the answer."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each id of ``answer``."""
+
+
 class ContextExceeded(EngineError):
     """The conversation and ``max_tokens`` exceed the endpoint's context."""
 
@@ -41,6 +53,8 @@ class ChatReply:
     completion_tokens: int = 0
     calls: tuple[tuple[str, str], ...] = ()
     """Name and arguments (JSON text) of tool calls."""
+    tokens: TokenIds | None = None
+    """The tokens, if they were asked for."""
 
 
 class ChatEndpoint:
@@ -99,6 +113,7 @@ class ChatEndpoint:
         temperature: float,
         seed: int | None = None,
         tools: Sequence[Tool] = (),
+        token_ids: bool = False,
     ) -> ChatReply:
         """Return the model's reply to ``messages``. Raises ``ContextExceeded`` or another ``EngineError``.
 
@@ -108,6 +123,8 @@ class ChatEndpoint:
             temperature: of sampling.
             seed: of sampling; servers may ignore it.
             tools: functions that the model may call.
+            token_ids: ask for the ids and log-probabilities of the tokens; the server must support
+                ``return_token_ids``.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -119,6 +136,8 @@ class ChatEndpoint:
             body["tools"] = list(tools)
         if seed is not None:
             body["seed"] = seed
+        if token_ids:
+            body |= {"logprobs": True, "return_token_ids": True}
         answer = await self._post(body)
         if answer.status_code == 400 and "max_completion_tokens" in answer.text and "max_tokens" in body:
             # Newer OpenAI models refuse ``max_tokens``; most other servers know only that name.
@@ -127,7 +146,7 @@ class ChatEndpoint:
             answer = await self._post(body)
         if answer.status_code != 200:
             raise self._refused(answer)
-        return self._read(answer)
+        return self._read(answer, token_ids)
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
         """Send a request, with retries. The response may have an error status."""
@@ -166,19 +185,26 @@ class ChatEndpoint:
         }.get(answer.status_code, "see the server's own log")
         return EngineError(f"{self.model} at {self.url} refused with status {answer.status_code} ({message}): {remedy}")
 
-    def _read(self, answer: httpx.Response) -> ChatReply:
+    def _read(self, answer: httpx.Response, token_ids: bool) -> ChatReply:
         try:
             content = answer.json()
             choice = content["choices"][0]
             usage = content.get("usage") or {}
             message = choice["message"]
             functions = [call["function"] for call in message.get("tool_calls") or ()]
+            tokens = _tokens(content) if token_ids else None
+            if token_ids and tokens is None:
+                raise EngineError(
+                    f"{self.url} returns no token ids, or not one log-probability for each: serve the model with "
+                    "`agentkit serve` or vLLM, or do without them"
+                )
             return ChatReply(
                 text=message.get("content") or "",
                 finish_reason=choice.get("finish_reason") or "stop",
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
                 completion_tokens=int(usage.get("completion_tokens") or 0),
                 calls=tuple((function["name"], function.get("arguments") or "{}") for function in functions),
+                tokens=tokens,
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
@@ -212,6 +238,16 @@ def base_url(url: str) -> str:
         raise EngineError(f"the endpoint {url!r} is not an HTTP URL; write it like http://localhost:8000/v1")
     text = str(parsed).rstrip("/").removesuffix("/chat/completions")
     return text if parsed.path.strip("/") else f"{text}/v1"
+
+
+def _tokens(content: dict[str, Any]) -> TokenIds | None:
+    """Return the tokens of a response; None if ids or log-probabilities are missing."""
+    choice = content["choices"][0]
+    prompt, answer = content.get("prompt_token_ids"), choice.get("token_ids")
+    logprobs = (choice.get("logprobs") or {}).get("content")
+    if not prompt or not answer or not logprobs or len(logprobs) != len(answer):
+        return None
+    return TokenIds(tuple(prompt), tuple(answer), tuple(float(token["logprob"]) for token in logprobs))
 
 
 def _message(answer: httpx.Response) -> str:

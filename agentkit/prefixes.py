@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentkit.errors import RegistryError
-from agentkit.extras import OPENENV, missing_extra
+from agentkit.extras import HARBOR, OPENENV, missing_extra
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Prefix:
 
 PREFIXES = {
     "gymnasium": Prefix("agentkit.integrations.gymnasium:GymnasiumEnv", "id", "gymnasium:FrozenLake-v1"),
+    "harbor": Prefix("agentkit.integrations.harbor:HarborTasks", "tasks", "harbor:tasks", "harbor", HARBOR),
     "openenv": Prefix(
         "agentkit.integrations.openenv_client:OpenEnv",
         "url",

@@ -197,8 +197,8 @@ def make(
 
     Args:
         id: a registered name, such as ``"FrozenLake-v1"``, one of another library, such as
-            ``"reasoning_gym:leg_counting"`` or ``"gymnasium:Taxi-v4"``, or ``"openenv:URL"`` for the environment of an
-            OpenEnv server.
+            ``"reasoning_gym:leg_counting"`` or ``"gymnasium:Taxi-v4"``, ``"harbor:FOLDER"`` for task directories of
+            Harbor, or ``"openenv:URL"`` for the environment of an OpenEnv server.
         sandbox: where to run the environment. None: in this process. ``"docker"``, ``"local"``, ``"remote"``,
             ``"remote:URL,URL"`` (on these sandbox servers), the name of another back end, a started back end, or a
             ``SandboxSpec`` (for docker): in a sandbox; its code is then not imported here. Environments with hidden
@@ -257,7 +257,7 @@ def arguments_here(
     found = prefixes.split(id)
     if found is not None and found[0].served:
         raise ConfigError(f"{id} runs in its server, not in a sandbox of this process: leave the sandbox out")
-    known = _explicit.get(id) or installed().get(id)
+    known = _explicit.get(id) or installed().get(id) or _of_prefix(id)
     if known is None or (known.source != "built-in" and isinstance(known.spec.entry_point, str)):
         return None
     spec = known.load()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -96,6 +97,8 @@ class Sandbox:
         self._in_flight = 0
         self._changing = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
+        self._freezes = False  # a snapshot is being taken
+        self._frozen_until = -math.inf
         self._origin: Snapshot | None = None
         self._discard_origin = False
         self._created = time.time()
@@ -327,11 +330,19 @@ class Sandbox:
                 self._lifecycle.to("ready", "resume")
 
     async def snapshot(self, name: str | None = None) -> Snapshot:
-        """Save the files as they are now; processes are not saved. ``discard`` removes the snapshot."""
+        """Save the files as they are now; processes are not saved. ``discard`` removes the snapshot.
+
+        Raises:
+            FileTooLarge: sparse files make the snapshot larger than what the sandbox can hold.
+        """
         async with self._changing:
             self._usable()
             await self._registration.watch_backend()
-            return await self._engine(self.backend.snapshot(self.id, name or new_id()), "snapshot", CALL_TIMEOUT)
+            self._freezes = True
+            try:
+                return await self._engine(self.backend.snapshot(self.id, name or new_id()), "snapshot", CALL_TIMEOUT)
+            finally:
+                self._freezes, self._frozen_until = False, self._now()
 
     @opening
     async def fork(self) -> Sandbox:
@@ -522,7 +533,12 @@ class Sandbox:
             self._mark_unhealthy("tainted: processes survived their kill")
 
     def was_paused(self, since: float) -> bool:
-        """Return whether the owner had the sandbox paused at any time since ``since``, in the event loop's time."""
+        """Return whether the owner had the sandbox paused at any time since ``since``, in the event loop's time.
+
+        A snapshot counts: the engine pauses the sandbox while it copies the files.
+        """
+        if self._freezes or self._frozen_until >= since:
+            return True
         return self.state == "paused" or any(
             "paused" in (change.before, change.after) and change.monotonic >= since for change in self.history
         )

@@ -1,4 +1,4 @@
-"""`agentkit env`: list, info, check, play, serve, new.
+"""`agentkit env`: list, info, check, play, serve, export, new.
 
 Invariant: listing imports no environment; the other commands describe an environment from its class.
 """
@@ -22,7 +22,7 @@ from agentkit.cli.heartbeat import watched
 from agentkit.errors import ConfigError
 from agentkit.extras import require_openenv
 
-app = typer.Typer(help="List, inspect, check, play, serve and create environments.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, check, play, serve, export and create environments.", no_args_is_help=True)
 
 Id = Annotated[
     str,
@@ -215,6 +215,22 @@ def serve(
         key=key,
         announce=lambda url: typer.echo(f"serving {id} at {url} (Ctrl-C ends)"),
     )
+
+
+@app.command()
+def export(
+    id: Annotated[str, typer.Argument(metavar="ID", help="CodeContest-v0.")],
+    folder: Annotated[Path, typer.Argument(help="Folder that gets a directory for each task.")],
+    arguments: Arguments = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks, one for each seed.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first task.")] = 0,
+    base: Annotated[str, typer.Option(help="Image with Python and bash that the tasks start from.")] = "agentkit/base",
+) -> None:
+    """Write tasks as task directories of Harbor, which other trainers read."""
+    from agentkit.integrations.harbor_export import export as export_tasks
+
+    written = export_tasks(id, folder, count, seed=seed, base=base, kwargs=arguments_of(arguments))
+    typer.echo(f"wrote {len(written)} tasks to {folder}")
 
 
 def _tell_address(address: str) -> None:

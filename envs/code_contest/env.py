@@ -82,7 +82,8 @@ class CodeContest(AsyncTextEnv):
         self.action_space = Text(examples=("print(sum(map(int, input().split())))", "print(input()[::-1])"))
         self._tasks = load(path, Task, "statement", split) if path is not None else None
         self._runner = runner(backend, memory, redundancy)
-        self._limits = Limits(seconds=time_limit, memory=int(parse_size(memory)))
+        self.limits = Limits(seconds=time_limit, memory=int(parse_size(memory)))
+        """Limits of one run of a program."""
         self.task: Task | None = None
         self._turns_left = 0
 
@@ -167,7 +168,7 @@ class CodeContest(AsyncTextEnv):
             return not right(index, run) and (not all_of_them or run.failure == "time limit")
 
         inputs = [case.input for case in cases]
-        runs = await self._runner.use(lambda shared: shared.run(program, inputs, self._limits, enough, self._begun))
+        runs = await self._runner.use(lambda shared: shared.run(program, inputs, self.limits, enough, self._begun))
         wrong = [index for index, run in enumerate(runs) if not right(index, run)]
         return len(runs) - len(wrong), _complaint(runs[wrong[-1]], cases[wrong[-1]]) if wrong else ""
 

@@ -1,19 +1,15 @@
-"""Programming tasks, and the comparison of outputs.
-
-Invariant: every text that a program can write gets a verdict, in time linear in its length.
-"""
+"""Programming tasks."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 
 from agentkit.config import Strict
+from agentkit.envs.code_contest.judge import accepts
 
 Compare = Literal["tokens", "exact", "float"]
-_LONGEST_NUMBER = 400
 
 
 class Case(Strict):
@@ -42,31 +38,5 @@ class Task(Strict):
     """A program that solves the task, used by the expert."""
 
     def accepts(self, output: str, expected: str) -> bool:
-        """Return whether ``output`` is correct for a test with the output ``expected``.
-
-        ``tokens``: the same words with any separators. ``exact``: the same lines, except for blanks at their ends and
-        empty lines at the end. ``float``: like ``tokens``, but two numbers are equal within ``tolerance``.
-        """
-        if self.compare == "exact":
-            return _lines(output) == _lines(expected)
-        words, wanted = output.split(), expected.split()
-        if self.compare == "tokens":
-            return words == wanted
-        return len(words) == len(wanted) and all(
-            word == want or self._close(word, want) for word, want in zip(words, wanted, strict=True)
-        )
-
-    def _close(self, word: str, want: str) -> bool:
-        if len(word) > _LONGEST_NUMBER:
-            return False
-        try:
-            value, target = float(word), float(want)
-        except ValueError:
-            return False
-        if not (math.isfinite(value) and math.isfinite(target)):
-            return False
-        return abs(value - target) <= self.tolerance * max(1.0, abs(target))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+        """Return whether ``output`` is correct for a test with the output ``expected``; see ``judge.accepts``."""
+        return accepts(output, expected, self.compare, self.tolerance)

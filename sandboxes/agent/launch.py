@@ -129,5 +129,9 @@ def command(directory: str = MOUNT, python: str = "python3", lifeline: int | Non
 
 def bundled_command() -> list[str]:
     """Return the command line of an agent in a container with the bundled interpreter."""
-    python = [f"{BUNDLE}/ld.so", "--library-path", f"{BUNDLE}/lib", f"{BUNDLE}/py/bin/python3"]
-    return [*python, "-I", "-S", "-c", _LAUNCH, BUNDLE, MOUNT]
+    return [*bundled_python(), "-c", _LAUNCH, BUNDLE, MOUNT]
+
+
+def bundled_python() -> list[str]:
+    """Return the command line of the bundled interpreter, which has few modules; ``-c PROGRAM`` follows."""
+    return [f"{BUNDLE}/ld.so", "--library-path", f"{BUNDLE}/lib", f"{BUNDLE}/py/bin/python3", "-I", "-S"]

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from agentkit.atomic_file import write_atomically
-from agentkit.errors import SandboxError
+from agentkit.errors import FileTooLarge, SandboxError
 from agentkit.sandboxes import paths
 from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.reaper import heartbeat
@@ -98,7 +98,7 @@ async def store(channel: AgentChannel, spec: SandboxSpec, directories: Sequence[
     """Write the archive of ``directories`` for snapshot ``name`` and return its path.
 
     Raises:
-        SandboxError: the archive is larger than the content that a sandbox of this specification can have.
+        FileTooLarge: the archive is larger than the content that a sandbox of this specification can have.
     """
     # A sparse file is packed at its full length. The bound is the largest ordinary content, with room for headers.
     bound = 2 * (spec.resources.tmp + spec.resources.workspace + spec.resources.shm) + (64 << 20)
@@ -111,7 +111,7 @@ async def store(channel: AgentChannel, spec: SandboxSpec, directories: Sequence[
             async for piece in archive:
                 size += len(piece)
                 if size > bound:
-                    raise SandboxError(f"the snapshot is larger than {bound} bytes; the sandbox may have sparse files")
+                    raise FileTooLarge(f"the snapshot is larger than {bound} bytes; the sandbox may have sparse files")
                 out.write(piece)
                 await asyncio.sleep(0)
         finally:

@@ -59,10 +59,10 @@ def build_base(base: str | None = None, *, host: str | None = None, tag: str = D
         ImageError: the base cannot be obtained, or the build fails.
         EngineUnavailable: the engine does not answer.
     """
-    with _engine(host) as client:
+    with engine(host) as client:
         base = base or (DEBIAN if _inspect(client, DEBIAN) else REGISTRY_BASE)
         recipe = _recipe("base")
-        return _build(client, tag, _digest(_ensure(client, base), recipe), recipe, lambda _: {"BASE": base})
+        return _build(client, tag, _digest(ensure(client, base), recipe), recipe, lambda _: {"BASE": base})
 
 
 def build_packages(base: str, pins: Sequence[str], constraints: Sequence[str] = (), *, host: str | None = None) -> str:
@@ -81,14 +81,14 @@ def build_packages(base: str, pins: Sequence[str], constraints: Sequence[str] = 
         EngineUnavailable: the engine does not answer.
     """
     recipe, pins = _recipe("packages"), sorted(pins)
-    with _engine(host) as client:
+    with engine(host) as client:
 
         def lay_out(folder: Path) -> dict[str, str]:
             python = _probe(client, base)
             _fetch(folder, pins, python, constraints)
             return {"BASE": base, "SITE": python.site}
 
-        content = _digest(_ensure(client, base), recipe, *pins, *([] if constraints else ["newest"]))
+        content = _digest(ensure(client, base), recipe, *pins, *([] if constraints else ["newest"]))
         return _build(client, f"{PACKAGES_IMAGE}:{content[:16]}", content, recipe, lay_out)
 
 
@@ -119,24 +119,24 @@ def build_folder(
     parts: list[str | bytes] = [json.dumps(given, sort_keys=True)]
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         parts += [path.relative_to(folder).as_posix(), f"{path.stat().st_mode & 0o100:o}", path.read_bytes()]
-    with _engine(host) as client:
+    with engine(host) as client:
 
         def lay_out(target: Path) -> dict[str, str]:
             shutil.copytree(folder, target, symlinks=True, dirs_exist_ok=True)
             return {"BASE": base, "SITE": _probe(client, base).site, **given}
 
-        return _build(client, tag, _digest(_ensure(client, base), text, *parts), text, lay_out)
+        return _build(client, tag, _digest(ensure(client, base), text, *parts), text, lay_out)
 
 
 def exists(tag: str, *, host: str | None = None) -> bool:
     """Return whether the engine has an image with this name."""
-    with _engine(host) as client:
+    with engine(host) as client:
         return _inspect(client, tag) is not None
 
 
 @contextlib.contextmanager
-def _engine(host: str | None) -> Iterator[APIClient]:
-    """Yield a client and translate its errors."""
+def engine(host: str | None) -> Iterator[APIClient]:
+    """Yield a client of the engine and translate its errors. Raises ``ImageError``, ``EngineUnavailable``."""
     client = make_client(host, timeout=_BUILD_TIMEOUT)
     import requests
     from docker.errors import APIError, DockerException
@@ -216,9 +216,10 @@ def _probe(client: APIClient, image: str) -> Python:
         ) from error
 
 
-def _ensure(client: APIClient, image: str) -> str:
+def ensure(client: APIClient, image: str) -> str:
     """Return the id of an image; pull it if necessary. Raises ``ImageError``."""
     from docker.errors import APIError
+    from docker.utils import parse_repository_tag
 
     if found := _inspect(client, image):
         return found["Id"]
@@ -226,7 +227,7 @@ def _ensure(client: APIClient, image: str) -> str:
     if image.startswith("agentkit/"):
         raise ImageError(f"no image {image!r}; build it with `agentkit sandbox build`")
     try:
-        name, _, version = image.partition(":")
+        name, version = parse_repository_tag(image)
         client.pull(name, tag=version or "latest")
     except APIError as error:
         raise ImageError(f"cannot pull {image}: {error.explanation}; {remedy}") from error

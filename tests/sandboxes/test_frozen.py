@@ -17,6 +17,7 @@ from requiring import require
 from agentkit.errors import EngineUnavailable, SandboxLost
 from agentkit.sandboxes import Resources, Sandbox
 from agentkit.sandboxes.backends.local import state as local_state
+from agentkit.sandboxes.pool.pool import SandboxPool
 
 __all__ = ["runtime_directory"]
 
@@ -86,3 +87,18 @@ async def test_large_transfers_and_busy_sandboxes_do_not_count_as_frozen(docker_
         late = await box.exec("while :; do :; done", timeout=1)
         assert late.timed_out
         assert box.state == "ready"
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(600)
+async def test_the_pause_of_a_snapshot_does_not_count_as_frozen(docker_backend: WatchedDocker) -> None:
+    async with SandboxPool(spec(readonly_root=False, user="0:0"), docker_backend, min_idle=0) as pool:
+        lease = await pool.acquire()
+        await lease.box.exec("head -c 300000000 /dev/urandom >/var/large", timeout=120, check=True)
+        snapshot = await lease.box.snapshot()  # the engine pauses the sandbox while it copies the file
+        try:
+            assert (await lease.box.exec("true")).ok
+            assert lease.box.state in ("ready", "degraded")
+        finally:
+            await Sandbox.discard(snapshot, backend=docker_backend)
+            lease.release(discard=True)

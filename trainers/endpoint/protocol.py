@@ -30,7 +30,8 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Parameters that are accepted with these values only."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_READ = (*_LIMITS, "model", "messages", "tools", "temperature", "top_p", "stop", "seed", "logprobs", "stream")
+_SAMPLING = ("temperature", "top_p", "stop", "seed")
+_READ = (*_LIMITS, *_SAMPLING, "model", "messages", "tools", "logprobs", "return_token_ids", "stream")
 _LONGEST_STOPS, _MOST_STOPS = 1024, 16
 _FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -68,6 +69,8 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: bool = False
+    return_token_ids: bool = False
+    """As in vLLM: the response has the ids of the prompt and of the answer, with the token that ends the answer."""
     stream: bool = False
     include_usage: bool = False
     """Whether the last event of a stream has the usage."""
@@ -89,6 +92,8 @@ class Reply:
     """Version of the weights that sampled the last token."""
     tokens: tuple[tuple[str, float], ...] = ()
     """Text and log-probability of each token, if they were asked for."""
+    ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Ids of the prompt and of the answer, if they were asked for."""
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -126,6 +131,7 @@ def read_request(body: Any) -> ChatRequest:
         stop=_stops(given.get("stop", [])),
         seed=_integer(given, "seed", None),
         logprobs=_flag(given, "logprobs"),
+        return_token_ids=_flag(given, "return_token_ids"),
         stream=_flag(given, "stream"),
         include_usage=_include_usage(given),
     )
@@ -334,7 +340,10 @@ def response(reply: Reply) -> dict[str, Any]:
         "finish_reason": reply.finish_reason,
         "logprobs": _logprobs(reply),
     }
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    body = {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    if reply.ids is not None:
+        body["prompt_token_ids"], choice["token_ids"] = map(list, reply.ids)
+    return body
 
 
 def chunks(reply: Reply, *, usage: bool) -> list[dict[str, Any]]:
@@ -351,8 +360,10 @@ def chunks(reply: Reply, *, usage: bool) -> list[dict[str, Any]]:
         return {**head, "choices": [choice]}
 
     events = [chunk({"role": "assistant", "content": ""})]
-    if reply.content or reply.tokens:
+    if reply.content or reply.tokens or reply.ids:
         events.append(chunk({"content": reply.content}, logprobs=_logprobs(reply)))
+    if reply.ids is not None:
+        events[0]["prompt_token_ids"], events[1]["choices"][0]["token_ids"] = map(list, reply.ids)
     for index, call in enumerate(_written_calls(reply)):
         events.append(chunk({"tool_calls": [{"index": index, **call}]}))
     events.append(chunk({}, reply.finish_reason))

@@ -107,7 +107,8 @@ class ChatService:
         answer = dialogue.answer(ids, request.stop)
         if work.session is not None:
             work.session.recorder.add(work.prompt, generation, answer, generate_s)
-        ended = int(ids[-1]) in dialogue.stop_ids
+        # The token that ends an answer is no part of its text; it has a log-probability where its id is asked for.
+        ended = int(ids[-1]) in dialogue.stop_ids and not request.return_token_ids
         finish = "length" if generation.finish_reason == "length" else "stop"
         logprobs = zip(ids[: len(ids) - ended], generation.logprobs, strict=False) if request.logprobs else ()
         return Reply(
@@ -121,6 +122,7 @@ class ChatService:
             completion_tokens=len(ids),
             version=generation.versions[-1][0],
             tokens=tuple((dialogue.spell([id_]), float(logprob)) for id_, logprob in logprobs),
+            ids=(tuple(work.prompt.ids.tolist()), tuple(ids.tolist())) if request.return_token_ids else None,
         )
 
     def _accepted(self, request: ChatRequest, session: Session | None) -> Work:

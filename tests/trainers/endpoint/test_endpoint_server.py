@@ -100,6 +100,31 @@ async def test_the_openai_client_gets_models_and_answers() -> None:
         assert cut.usage.completion_tokens == 2
 
 
+async def test_token_ids_are_those_of_the_engine() -> None:
+    async with (
+        scripted("I am fine.") as (engine, client),
+        ChatEndpoint(str(client.base_url), "tiny", api_key=TOKEN) as ours,
+    ):
+        reply = await ours.chat([Message("user", "Hello")], max_tokens=40, temperature=1.0, token_ids=True)
+        assert reply.tokens is not None
+        (prompt,) = (prompt for prompts in engine.prompts.values() for prompt in prompts)
+        assert list(reply.tokens.prompt) == list(prompt)
+        assert len(reply.tokens.answer) == len(reply.tokens.logprobs) == reply.completion_tokens
+        text = load_tokenizer("quickstart").decode(list(reply.tokens.answer), skip_special_tokens=True)
+        assert text == reply.text == "I am fine."
+        body: Any = {"model": "tiny", "messages": HELLO, "logprobs": True}
+        extra = {"return_token_ids": True}
+        whole = await client.chat.completions.create(**body, extra_body=extra)
+        assert whole.model_extra["prompt_token_ids"] == list(prompt)
+        assert whole.choices[0].model_extra["token_ids"] == list(reply.tokens.answer)
+        events = [event async for event in await client.chat.completions.create(**body, stream=True, extra_body=extra)]
+        assert events[0].model_extra["prompt_token_ids"] == list(prompt)
+        assert events[1].choices[0].model_extra["token_ids"] == list(reply.tokens.answer)
+        plain = await client.chat.completions.create(**body)
+        assert "token_ids" not in plain.choices[0].model_extra
+        assert len(plain.choices[0].logprobs.content) == reply.completion_tokens - 1
+
+
 async def test_the_openai_client_gets_a_stream() -> None:
     async with scripted(lambda text, seed: f"Sure.\n{CALL}" if "price" in text else "I am fine.") as (_, client):
         stream = await client.chat.completions.create(
