@@ -67,9 +67,10 @@ def sandboxes(path: Path) -> dict[str, Any]:
         (line for line in read_lines(run.metrics_file) if "sandbox/created" in line), key=lambda line: line["step"]
     )
     served = _served(run.episodes_file)
-    listed, state = boxes(events, served), last_state(lines)
+    listed = failed = boxes(events, served)
+    state = last_state(lines)
     if (now := present(run.path)) is not None:
-        listed = with_present(listed, now["sandboxes"])
+        lines, listed = [*lines, now["metrics"]], with_present(failed, now["sandboxes"])
         states = Counter(str(one["state"]) for one in now["sandboxes"])
         state = {"time": now["time"], "states": states}
     return finite(
@@ -77,7 +78,7 @@ def sandboxes(path: Path) -> dict[str, Any]:
             "server": now is not None,
             "state": state,
             "totals": totals(lines),
-            "hosts": hosts(events, lines, listed),
+            "hosts": hosts(events, lines, failed),
             "boxes": listed[:_BOXES],
             "number": len(listed),
             "history": history(events)[-_HISTORY:],
@@ -170,7 +171,7 @@ def boxes(events: Sequence[Record], served: Sequence[Record]) -> list[dict[str, 
 
 
 def present(path: Path) -> dict[str, Any] | None:
-    """Return ``time`` and ``sandboxes`` of a server's last look at its sandboxes; None for a run.
+    """Return ``time``, ``sandboxes`` and ``metrics`` (since the last line) of a server's last look; None for a run.
 
     Raises:
         RunDirectoryError: the file is damaged.
@@ -178,7 +179,8 @@ def present(path: Path) -> dict[str, Any] | None:
     file = path / "sandboxes.json"
     try:
         found = json.loads(file.read_bytes())
-        return {"time": float(found["time"]), "sandboxes": [dict(one) for one in found["sandboxes"]]}
+        rows, metrics = [dict(one) for one in found["sandboxes"]], dict(found["metrics"])
+        return {"time": float(found["time"]), "sandboxes": rows, "metrics": metrics}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -217,7 +219,7 @@ def hosts(events: Sequence[Record], lines: Sequence[Record], listed: Sequence[Re
     Args:
         events: the events of the run.
         lines: the metrics of the steps in order.
-        listed: all sandboxes, see ``boxes``.
+        listed: sandboxes, see ``boxes``.
 
     Returns:
         ``host``; ``state``, ``reason`` and ``since`` of its last change, or ``up``; ``sandboxes`` and shares of ``cpu``

@@ -144,15 +144,16 @@ class ServerRecords:
             self._event("sandbox_host", host=self._host, before=before, state=state, reason=reason)
             self._reason = reason
         rows = await self._present()
-        try:
-            present = json.dumps({"time": time.time(), "sandboxes": rows})
-            await asyncio.to_thread(write_atomically, self._folder / "sandboxes.json", present)
-        except OSError as error:
-            self._complain(error)
+        states = Counter(row["state"] for row in rows)
         if metrics:
             self._measured_at = time.monotonic()
-            self._write(self._metrics, self._line(Counter(row["state"] for row in rows), len(rows)))
+            self._write(self._metrics, self._line(states, len(rows)))
             self._tally.clear()
+        present = {"time": time.time(), "sandboxes": rows, "metrics": self._line(states, len(rows))}
+        try:
+            await asyncio.to_thread(write_atomically, self._folder / "sandboxes.json", json.dumps(present))
+        except OSError as error:
+            self._complain(error)
 
     def _line(self, states: Mapping[str, int], number: int) -> dict[str, Any]:
         now = time.time()
@@ -207,7 +208,8 @@ class ServerRecords:
         cpu, now = None, time.monotonic()
         if stats.cpu_seconds is not None:
             then, before = self._cpu.get(id, (now, stats.cpu_seconds))
-            cpu = (stats.cpu_seconds - before) / (now - then) if now > then else None
+            if now > then and stats.cpu_seconds >= before:  # a restart begins at 0
+                cpu = (stats.cpu_seconds - before) / (now - then)
             self._cpu[id] = now, stats.cpu_seconds
         return {"cpu": cpu, "memory": stats.memory, "memory_limit": stats.memory_limit, "processes": stats.processes}
 

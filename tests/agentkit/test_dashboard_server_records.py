@@ -72,11 +72,15 @@ async def use(url: str, folder: Path) -> list[str]:
             assert (seen["status"], seen["server"]) == ("running", url)
             for _ in range(200):  # until the next look
                 found = sandboxes(folder)
-                if {box["sandbox"] for box in found["boxes"] if box["memory"]} >= {killed.id, other.id}:
+                measured = {box["sandbox"] for box in found["boxes"] if box["memory"]}
+                if measured == {killed.id, other.id} and found["totals"]["recoveries"]:
                     break
                 await asyncio.sleep(0.1)
             assert found["state"]["states"] == {"running": 2}
             assert {box["state"] for box in found["boxes"]} == {"running"}
+            assert (found["totals"]["created"], found["totals"]["recoveries"]) == (2, 1)
+            assert [(host["sandboxes"], host["failed"]) for host in found["hosts"]] == [(2, 1)]
+            assert all(box["cpu"] is None or box["cpu"] >= 0 for box in found["boxes"])
             assert all(box["tenant"] == "operator" and box["memory"] > 1e5 for box in found["boxes"])
             with pytest.raises(SandboxError):
                 await Sandbox.create(backend=backend, image="forbidden")

@@ -159,8 +159,8 @@ export class Sandboxes {
 
   serverTable() {
     const bytes = (box) => (box.memory ? `${short(box.memory)}B${box.memory_limit ? ` of ${short(box.memory_limit)}B` : ""}` : "–");
-    return grid(["Sandbox", "Host", "Tenant", "State", "Cause", "CPU", "Memory", "Processes", "Created", "Failed", "Restarts", "Longest"], this.shown.map((box) => [
-      [h("a", { href: this.boxLink(box.sandbox) }, line(box.sandbox, 60))], [line(box.host, 40)], [line(box.tenant ?? "", 40)], [badge(box.state)], [line(box.cause, 60)],
+    return grid(["Sandbox", "Tenant", "State", "Cause", "CPU", "Memory", "Processes", "Created", "Failed", "Restarts", "Longest"], this.shown.map((box) => [
+      [h("a", { href: this.boxLink(box.sandbox) }, line(box.sandbox, 60))], [line(box.tenant ?? "", 40)], [badge(box.state)], [line(box.cause, 60)],
       [percent(box.cpu, 0), "num"], [bytes(box), "num"], [count(box.processes), "num"], [clock(box.first)], [clock(box.failed_at)],
       [count(box.recovered), "num"], [duration(box.recovery_s), "num"]]));
   }
@@ -192,19 +192,20 @@ export class Sandboxes {
     if (!rows.length) return [h("p", { class: "empty" }, history.length ? "No event matches." : "Nothing has failed.")];
     const table = this.historyTable([...rows].reverse(), true);
     table.classList.add("rows");
-    return [h("p", { class: "note" }, `${count(rows.length)} events, the last one first. Recoveries within a second are one event.`), table];
+    return [h("p", { class: "note" }, `${count(rows.length)} events, the last one first.${this.found.server ? "" : " Recoveries within a second are one event."}`), table];
   }
 
   historyTable(rows, where) {
     if (!rows.length) return null;
+    const { server } = this.found;
     const kinds = { failed: "failed", oom: "failed", timeout: "failed", taint: "failed", died: "failed", recovered: "finished", environment: "finished", created: "finished", host: "stopped" };
-    const names = ["Time", ...(where ? ["Host", "Sandbox"] : []), "Event", "Cause", "Environments", this.found.server ? "Duration" : "Recovery"];
+    const names = ["Time", ...(where ? ["Host", "Sandbox"] : []), "Event", "Cause", ...(server ? ["Duration"] : ["Environments", "Recovery"])];
     return grid(names, rows.map((row) => [
       [clock(row.time)],
       ...(where ? [[line(row.host, 40)], [row.sandbox ? h("a", { href: this.boxLink(row.sandbox) }, line(row.sandbox, 60)) : ""]] : []),
       [badge(row.what, kinds[row.what] ?? "stopped")],
       [h("span", { title: plain(row.meaning || row.text) }, line(row.text, 200)), "free"],
-      [count(row.episodes), "num"], [duration(row.seconds), "num"]]));
+      ...(server ? [] : [[count(row.episodes), "num"]]), [duration(row.seconds), "num"]]));
   }
 
   drawCurves() {
