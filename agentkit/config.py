@@ -549,6 +549,8 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers in addition to `metrics.jsonl`, which is always written."""
+    sample_every: int = Field(default=10, ge=0)
+    """Training steps between two tables of sample episodes in `trackers`; 0 sends none."""
 
     @model_validator(mode="after")
     def _contradictions(self) -> RunConfig:

@@ -250,6 +250,14 @@ def delete_evaluation(connection: sqlite3.Connection, step: int) -> int:
     return connection.execute("delete from episodes where step = ? and ending = ?", (step, EVALUATION)).rowcount
 
 
+def first_of_groups(connection: sqlite3.Connection, step: int, count: int) -> list[int]:
+    """Return the ids of the first trained episodes of different groups of a step, at most ``count``."""
+    query = (
+        "select min(id) from episodes where step = ? and ending = 'trained' group by group_id order by min(id) limit ?"
+    )
+    return [id for (id,) in connection.execute(query, (step, count))]
+
+
 def list_episodes(
     path: Path,
     wanted: Filter | None = None,

@@ -26,7 +26,7 @@ __all__ = ["Recorder", "decode_group", "encode_group"]
 _COMMIT_EVERY_S = 0.5
 _BATCH = 256
 _SAMPLES = 4
-"""Episodes of each evaluation that trackers receive."""
+"""Episodes of each evaluation, and of each table of samples, that trackers receive."""
 _QUEUE_LENGTH = 8192
 """Maximum length of the queue; callers wait when it is full, because the disk is slower than the run."""
 _TIMEOUT_S = 120.0
@@ -36,11 +36,16 @@ class Recorder:
     """Writer of a run's metrics, episodes and events. Close it, or use it as a context manager.
 
     Every method raises ``RunDirectoryError`` after a write has failed.
+
+    Args:
+        directory: the run.
+        trackers: receive metrics, and some episodes.
+        sample_every: training steps between two tables of sample episodes for the trackers; 0: none.
     """
 
-    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker] = (), *, sample_every: int = 0) -> None:
         self._queue: queue.Queue[tuple[str, tuple]] = queue.Queue(_QUEUE_LENGTH)
-        self._writer = _Writer(directory, trackers)
+        self._writer = _Writer(directory, trackers, sample_every)
         self._error: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="agentkit-recorder", daemon=True)
@@ -130,7 +135,8 @@ class Recorder:
 class _Writer:
     """Methods of the writer thread. Created in the caller's thread, so an unusable directory raises there."""
 
-    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker], sample_every: int) -> None:
+        self._file, self._sample_every = directory.episodes_file, sample_every
         self._database = records.open_for_writing(directory.episodes_file)
         self._metrics = JsonlWriter(directory.metrics_file)
         self._events = JsonlWriter(directory.events_file)
@@ -149,6 +155,13 @@ class _Writer:
         if self._samples and "eval/success" in values:
             self._each_tracker("log_episodes", step, self._samples)
             self._samples = []
+        due = self._sample_every > 0 and step > 0 and step % self._sample_every == 0
+        if due and self._trackers and "eval/success" not in values:
+            self.commit()  # gives the episodes their numbers
+            ids = records.first_of_groups(self._database, step, _SAMPLES)
+            samples = [(id, records.read_episode(self._file, id)[1]) for id in ids]
+            if samples:
+                self._each_tracker("log_samples", step, samples)
 
     def event(self, kind: str, fields: dict[str, Any], now: float) -> None:
         self._events.write({"event": kind, "time": now, **fields})

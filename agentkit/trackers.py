@@ -5,6 +5,7 @@ Invariant: importing this module needs neither. A tracker that cannot start rais
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -28,6 +29,10 @@ class Tracker(Protocol):
 
     def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         """Show a few episodes of the evaluation after ``step`` as text."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[tuple[int, Trajectory]]) -> None:
+        """Show a few episodes on which ``step`` has trained, with their ids, as a table (``SAMPLE_COLUMNS``)."""
         ...
 
     def rollback(self, step: int) -> None:
@@ -58,7 +63,42 @@ def episode_text(episode: Trajectory) -> str:
     for number, turn in enumerate(episode.turns, 1):
         parts += [f"--- turn {number}: observation", turn.observation]
         parts += [f"--- turn {number}: answer, reward {turn.reward:g}", turn.response]
-    text = printable("\n".join(parts))
+    return _shown("\n".join(parts))
+
+
+SAMPLE_COLUMNS = ("step", "episode", "reward", "outcome", "prompt", "answer")
+
+
+def sample_row(step: int, id: int, episode: Trajectory) -> tuple[int, int, float, str, str, str]:
+    """Return an episode as a row of ``SAMPLE_COLUMNS``, with control characters as escapes.
+
+    The prompt is the system message and the first observation; the answer is all that follows, turn by turn.
+    """
+    prompt = [part for part in (episode.system, *(turn.observation for turn in episode.turns[:1])) if part]
+    answer = [turn.response for turn in episode.turns[:1]]
+    for number, turn in enumerate(episode.turns[1:], 2):
+        answer += [f"--- turn {number}: observation", turn.observation]
+        answer += [f"--- turn {number}: answer", turn.response]
+    reason = f": {episode.reason}" if episode.reason else ""
+    ended = f"{'solved' if episode.success else 'not solved'}, {episode.outcome}{reason}"
+    return step, id, episode.reward, _shown(ended), _shown("\n\n".join(prompt)), _shown("\n".join(answer))
+
+
+def markdown_table(rows: Sequence[Sequence[object]]) -> str:
+    """Return rows of ``SAMPLE_COLUMNS`` as a table in Markdown, in which markup of texts has no effect."""
+    lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    # A character reference is neither markup of HTML nor of Markdown.
+    safe = re.sub(r"[^\w\s.,:;]", lambda match: f"&#{ord(match[0])};", text)
+    return re.sub(r"\r?\n", "<br>", safe).replace("_", "&#95;").replace("  ", "&nbsp; ")
+
+
+def _shown(text: str) -> str:
+    text = printable(text)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
@@ -94,6 +134,11 @@ class TensorBoardTracker:
         # TensorBoard renders Markdown, in which indented lines are code: markup in them has no effect.
         texts = ("\n".join(f"    {line}" for line in episode_text(one).splitlines()) for one in episodes)
         self._writer.add_text("eval/episodes", "\n\n---\n\n".join(texts), step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[tuple[int, Trajectory]]) -> None:
+        rows = [sample_row(step, id, episode) for id, episode in samples]
+        self._writer.add_text("rollout/samples", markdown_table(rows), step)
         self._writer.flush()
 
     def rollback(self, step: int) -> None:
@@ -146,6 +191,12 @@ class WandbTracker:
         rows: list[Any] = [[one.seed, one.reward, one.success, len(one.turns), episode_text(one)] for one in episodes]
         table = wandb.Table(columns=["seed", "return", "success", "turns", "episode"], data=rows)
         self._run.log({"step": step, "eval/episodes": table})
+
+    def log_samples(self, step: int, samples: Sequence[tuple[int, Trajectory]]) -> None:
+        import wandb
+
+        rows: list[Any] = [list(sample_row(step, id, episode)) for id, episode in samples]
+        self._run.log({"step": step, "rollout/samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)})
 
     def rollback(self, step: int) -> None:
         """Do nothing: W&B keeps what it received; repeated steps appear beside it on the axis ``step``."""

@@ -1,7 +1,8 @@
 """Reports of the sandboxes of this process, for the metrics and events of runs.
 
 Invariant: reporting neither blocks nor raises, and stores nothing without a listener. Pools report ``Created``,
-``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``, environments ``Stepped``.
+``CreationFailed`` and ``Retired``; recoveries report ``recovery.record.Recovery``, environments ``Stepped``, sandbox
+servers ``Served``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ class Stepped:
 
     host: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """Something happened to a sandbox of a sandbox server in this process."""
+
+    what: Literal[
+        "created", "not created", "lost", "restarted", "adopted", "removed", "oom", "timeout", "taint", "died",
+        "paused", "resumed",
+    ]  # fmt: skip
+    sandbox: str
+    """Empty if it was not created."""
+    tenant: str
+    cause: str = ""
+    """One of ``LOSS_REASONS`` for a loss and a restart after one, otherwise a text."""
+    seconds: float | None = None
+    """Duration of the creation, or from the loss to the end of the restart."""
 
 
 class OpenPool(Protocol):

@@ -79,7 +79,7 @@ async def run(
             f"{directory.config_file} dir={directory.path}`"
         )
     view.stage("starting")
-    with Recorder(directory, open_trackers(config, directory)) as recorder:
+    with Recorder(directory, open_trackers(config, directory), sample_every=config.sample_every) as recorder:
         recorder.event("start", resume=resume, step=found[-1].step if resume else 0)
         try:
             async with start_roles(config, partial(_report, recorder, view)) as roles:

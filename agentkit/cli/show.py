@@ -66,6 +66,13 @@ def show(
             show_default=False,
         ),
     ] = None,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="With --episode: repeat its actions in a sandbox and compare; status 1 if something differs.",
+        ),
+    ] = False,
     last: Annotated[int, typer.Option(min=1, help="Number of episodes to list, from the end of the order.")] = 20,
     ending: Annotated[Ending | None, typer.Option(help="Only episodes with this use.", show_default=False)] = None,
     step: Annotated[int | None, typer.Option(help="Only episodes of this training step.", show_default=False)] = None,
@@ -103,7 +110,12 @@ def show(
         raise typer.BadParameter("--rhythm draws one episode: add --episode N, without --sandboxes")
     if html is not None and (episode is None or sandboxes or rhythm):
         raise typer.BadParameter("--html writes one episode: add --episode N, without --rhythm and --sandboxes")
+    if replay and (episode is None or sandboxes or rhythm or html is not None):
+        raise typer.BadParameter("--replay repeats one episode: add --episode N, without --html, --rhythm, --sandboxes")
     directory = RunDirectory.open(run)
+    if replay and episode is not None:
+        _replay(run, episode)
+        return
     if html is not None and episode is not None:
         from agentkit.dashboard.episode_page import write_episode_page
 
@@ -133,6 +145,21 @@ def show(
         )
     for line in lines:
         typer.echo(line)
+
+
+def _replay(run: Path, episode: int) -> None:
+    """Print the comparison of an episode with its replay. Raises ``typer.Exit`` with status 1 if they differ."""
+    import asyncio
+
+    from agentkit.cli.heartbeat import watched
+    from agentkit.dashboard.replay import replay, replay_lines
+
+    with watched("replaying"):
+        found = asyncio.run(replay(run, episode))
+    for line in replay_lines(found):
+        typer.echo(printable(line))
+    if found["difference"] is not None:
+        raise typer.Exit(1)
 
 
 def list_lines(rows: list[EpisodeRow]) -> list[str]:

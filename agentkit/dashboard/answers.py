@@ -82,6 +82,17 @@ class Answers:
             raise RunDirectoryError(f"the episode has {len(pages)} pages, and none with the number {state}")
         return pages[state]
 
+    def place(self, asked: Mapping[str, str]) -> tuple[Path, int]:
+        """Return the run and the id of an episode.
+
+        Args:
+            asked: ``run`` and ``id``.
+
+        Raises:
+            RunDirectoryError: there is no such run, or the id is not a number.
+        """
+        return self._run(asked), _number(asked, "id")
+
     def readable(self, run: str) -> bool:
         """Return whether the records of a run can be read; the answer to ``runs`` has the error otherwise."""
         return self._summary(self.runs[run])["status"] != "unreadable"

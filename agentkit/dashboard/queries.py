@@ -6,6 +6,7 @@ are shown as they were written, without validation.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -80,7 +81,8 @@ def signature(path: Path) -> tuple[Any, ...]:
     """Return a value that changes when the records of a run change."""
     run = RunDirectory(path)
     log = path / f"{run.episodes_file.name}-wal"
-    return *map(_stamp, (run.config_file, run.events_file, run.metrics_file, run.episodes_file, log)), run.in_use()
+    files = (run.config_file, run.events_file, run.metrics_file, run.episodes_file, log, path / "sandboxes.json")
+    return *map(_stamp, files), run.in_use()
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -119,7 +121,8 @@ def summary(path: Path) -> dict[str, Any]:
     """Return state, progress, success rates and cost of a run.
 
     Returns:
-        ``status`` (see ``status_of``), ``error`` of a failed run, ``step`` of ``steps``, ``left_s`` (estimated seconds
+        ``server``: the address, if it is the folder of a sandbox server and not of a run, otherwise empty; ``status``
+        (see ``status_of``), ``error`` of a failed run, ``step`` of ``steps``, ``left_s`` (estimated seconds
         until the end, or None), ``started`` and ``updated`` (seconds since the epoch), ``seconds`` of work, ``before``
         and ``latest`` (evaluations, see ``evaluations``), ``family``, ``counts`` of episodes by ending, ``tokens``,
         ``action_tokens``, ``duration_s``, ``generate_s`` and ``env_s`` of all episodes together (None where an older
@@ -131,8 +134,11 @@ def summary(path: Path) -> dict[str, Any]:
     status, error = status_of(events, bool(lines), run.in_use())
     evaluated, totals = evaluations(path), _totals(path)
     times = [record["time"] for record in (*events, *lines) if record.get("time")]
+    with contextlib.suppress(OSError):  # of a sandbox server
+        times.append((path / "sandboxes.json").stat().st_mtime)
     step, steps = max((line["step"] for line in lines), default=0), settings.get("steps") or 0
     return {
+        "server": str(settings.get("sandbox_server.url", "")),
         "env": str(settings.get("env.id", "")),
         "model": str(settings.get("model.path", "")),
         "algorithm": str(settings.get("algorithm.advantage", "")),

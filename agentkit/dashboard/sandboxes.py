@@ -1,19 +1,22 @@
-"""The sandboxes of a run: their hosts, states and failures, and the episodes that they served.
+"""The sandboxes of a run or of a sandbox server: their hosts, states and failures, and the episodes that they served.
 
-Invariant: a query only reads, and what a run of an older version did not record is None. Sandboxes that neither served
-a recorded episode nor failed are counted, but not listed.
+Invariant: a query only reads, and what a run of an older version did not record is None. Sandboxes of a run that
+neither served a recorded episode nor failed are counted, but not listed. A server records its present sandboxes and
+what happens to them (``agentkit.sandboxes.server.records``); it knows neither episodes nor the spares and standbys of
+its clients.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentkit import records
 from agentkit.dashboard.queries import read_lines
-from agentkit.errors import LOSS_REASONS
+from agentkit.errors import LOSS_REASONS, RunDirectoryError
 from agentkit.jsonl import finite
 from agentkit.run_directory import RunDirectory
 
@@ -26,6 +29,13 @@ _LONGEST = 300
 Record = Mapping[str, Any]
 
 _STATES = ("busy", "idle", "creating", "degraded", "spares", "standbys", "breakers_open")
+_INCIDENTS = {
+    "oom": ("memory", "the memory limit killed a process in it"),
+    "timeout": ("timeout", "a command took longer than its time limit, and was killed"),
+    "taint": ("taint", LOSS_REASONS["tainted"]),
+    "died": ("kill", "its main process ended"),
+}
+"""Kind and meaning of what a server records of its sandboxes."""
 _KINDS = {
     "oom": "memory",
     "tainted": "taint",
@@ -41,10 +51,11 @@ _KINDS = {
 
 
 def sandboxes(path: Path) -> dict[str, Any]:
-    """Return the sandboxes of a run.
+    """Return the sandboxes of a run, or of a sandbox server.
 
     Returns:
-        ``state`` (see ``last_state``); ``totals`` (see ``totals``); ``hosts``, ``boxes`` and ``history`` (see the
+        ``server``: whether it is a server; ``state`` (see ``last_state``), or the ``time`` and the number of present
+        sandboxes by ``states``; ``totals`` (see ``totals``); ``hosts``, ``boxes`` and ``history`` (see the
         functions of these names); ``number`` of all sandboxes of which ``boxes`` are the last.
 
     Raises:
@@ -56,12 +67,18 @@ def sandboxes(path: Path) -> dict[str, Any]:
         (line for line in read_lines(run.metrics_file) if "sandbox/created" in line), key=lambda line: line["step"]
     )
     served = _served(run.episodes_file)
-    listed = boxes(events, served)
+    listed = failed = boxes(events, served)
+    state = last_state(lines)
+    if (now := present(run.path)) is not None:
+        lines, listed = [*lines, now["metrics"]], with_present(failed, now["sandboxes"])
+        states = Counter(str(one["state"]) for one in now["sandboxes"])
+        state = {"time": now["time"], "states": states}
     return finite(
         {
-            "state": last_state(lines),
+            "server": now is not None,
+            "state": state,
             "totals": totals(lines),
-            "hosts": hosts(events, lines, listed),
+            "hosts": hosts(events, lines, failed),
             "boxes": listed[:_BOXES],
             "number": len(listed),
             "history": history(events)[-_HISTORY:],
@@ -88,6 +105,7 @@ def totals(lines: Sequence[Record]) -> dict[str, Any]:
 
     Returns:
         ``created``, ``create_failures``, ``removed``, ``recoveries``, ``lost_s``, ``hedges`` and ``hedges_won``;
+        ``oom``, ``timeout``, ``taint`` and ``died``, which only servers record;
         ``removed_by`` reason, ``recoveries_after`` cause and ``recovered_by`` means, each a number by name; and
         ``longest_s``, the longest recovery, or None.
     """
@@ -100,7 +118,7 @@ def totals(lines: Sequence[Record]) -> dict[str, Any]:
     def by(prefix: str) -> dict[str, float]:
         return {name[len(prefix) :]: number for name, number in sorted(total.items()) if name.startswith(prefix)}
 
-    names = ("created", "create_failures", "removed", "recoveries", "lost_s", "hedges", "hedges_won")
+    names = ("created", "create_failures", "removed", "recoveries", "lost_s", "hedges", "hedges_won", *_INCIDENTS)
     return {
         **{name: total[f"sandbox/{name}"] for name in names},
         "removed_by": by("sandbox/removed/"),
@@ -152,13 +170,56 @@ def boxes(events: Sequence[Record], served: Sequence[Record]) -> list[dict[str, 
     return sorted(found.values(), key=lambda one: max(one["failed_at"] or 0.0, one["last"] or 0.0), reverse=True)
 
 
+def present(path: Path) -> dict[str, Any] | None:
+    """Return ``time``, ``sandboxes`` and ``metrics`` (since the last line) of a server's last look; None for a run.
+
+    Raises:
+        RunDirectoryError: the file is damaged.
+    """
+    file = path / "sandboxes.json"
+    try:
+        found = json.loads(file.read_bytes())
+        rows, metrics = [dict(one) for one in found["sandboxes"]], dict(found["metrics"])
+        return {"time": float(found["time"]), "sandboxes": rows, "metrics": metrics}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(f"{file} cannot be read: {error}") from error
+
+
+def with_present(failed: Sequence[Record], now: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the sandboxes of a server: the present ones, the newest first, then those that failed and are gone.
+
+    Args:
+        failed: sandboxes that failed or were restarted, see ``boxes``.
+        now: the present ones, as the server recorded them.
+
+    Returns:
+        The fields of ``boxes``; ``state`` is that of the engine, such as ``running``, or ``failed``; also ``tenant``,
+        ``created`` (a time), ``cpu`` (processors in use), ``memory``, ``memory_limit`` (bytes) and
+        ``processes``; None: unknown.
+    """
+    known = {one["sandbox"]: one for one in failed}
+    new = {"number": 0, "episodes": [], "first": None, "last": None, "cause": "", "kind": "", "meaning": ""}
+    new |= {"in_use": None, "failed_at": None, "recovered": 0, "recovered_by": {}, "recovery_s": None, "state": ""}
+    unknown = dict.fromkeys(("tenant", "created", "cpu", "memory", "memory_limit", "processes"))
+    listed = []
+    for one in sorted(now, key=lambda one: one.get("created") or 0.0, reverse=True):
+        before = known.pop(one["sandbox"], new)
+        lost = before["state"] == "failed" and not before["recovered"]
+        listed.append(
+            {**before, **unknown, **one, "state": "failed" if lost else one["state"], "first": one.get("created")}
+        )
+    return [*listed, *({**unknown, **one} for one in failed if one["sandbox"] in known)]
+
+
 def hosts(events: Sequence[Record], lines: Sequence[Record], listed: Sequence[Record]) -> list[dict[str, Any]]:
     """Return each host of sandboxes.
 
     Args:
         events: the events of the run.
         lines: the metrics of the steps in order.
-        listed: all sandboxes, see ``boxes``.
+        listed: sandboxes, see ``boxes``.
 
     Returns:
         ``host``; ``state``, ``reason`` and ``since`` of its last change, or ``up``; ``sandboxes`` and shares of ``cpu``
@@ -206,9 +267,10 @@ def history(events: Sequence[Record]) -> list[dict[str, Any]]:
 
     Returns:
         ``time``; ``what``: ``failed``, ``recovered``, ``host``, ``not created``, ``environment`` (recovered outside of
-        a sandbox) or ``omitted``; ``kind`` of the cause: ``memory``, ``timeout``, ``taint``, ``kill``, ``host`` or
-        ``other``; ``host`` and ``sandbox``, or empty; ``text``; ``meaning`` of the cause, or empty; ``episodes`` and
-        ``seconds`` of a recovery, or None.
+        a sandbox), ``omitted``, or, of servers, ``created``, ``removed``, ``oom``, ``timeout``, ``taint``, ``died``,
+        ``paused``, ``resumed`` or ``adopted``; ``kind`` of the cause: ``memory``, ``timeout``, ``taint``, ``kill``,
+        ``host`` or ``other``; ``host`` and ``sandbox``, or empty; ``text``; ``meaning`` of the cause, or empty;
+        ``episodes`` and ``seconds`` of a recovery, or None.
     """
     return [row for event in events if (row := _row(event)) is not None]
 
@@ -238,6 +300,14 @@ def _row(event: Record) -> dict[str, Any] | None:
             more = {"what": "host", "kind": "host", "text": change}
         case "sandbox_not_created":
             more = {"what": "not created", "kind": "host", "text": str(event.get("error"))}
+        case "sandbox_created":
+            more = {"what": "created", "text": f"for {event.get('tenant')}", "seconds": _seconds(event)}
+        case "sandbox_removed":
+            more = {"what": "removed", "text": cause}
+        case "sandbox_incident":
+            what = str(event.get("what"))
+            kind, meaning = _INCIDENTS.get(what, ("other", ""))
+            more = {"what": what[:_LONGEST], "text": cause, "kind": kind, "meaning": meaning}
         case "sandbox_events_omitted":
             numbers = [f"{number} {name}" for name, number in event.items() if name.startswith(("sandbox_", "env_"))]
             more = {"what": "omitted", "kind": "other", "text": f"too many to record: {', '.join(numbers)}"}

@@ -1,7 +1,8 @@
 """Serve the page about runs on this machine.
 
 Invariant: the server listens on the loopback address only, reads and never writes, and answers only requests that carry
-the token and come from its own page. Pages load nothing from elsewhere and run no script that a text contains.
+the token and come from its own page. Pages load nothing from elsewhere and run no script that a text contains. The only
+request that starts something is a replay of an episode, which ends with the server.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from agentkit.dashboard.answers import Answers
 from agentkit.dashboard.queries import to_json
+from agentkit.dashboard.replay_process import ReplayError, Replays
 from agentkit.errors import AgentkitError, ConfigError
 
 HOST, PORT = "127.0.0.1", 8686
@@ -66,7 +68,7 @@ class Dashboard:
             raise ConfigError(f"cannot listen on port {port}: {error.strerror}{advice}") from error
         self.port = self._server.server_port
         self._server.answers, self._server.token, self._server.pages = answers, self._token, static_files()
-        self._server.cookie = f"agentkit_{self.port}"
+        self._server.cookie, self._server.replays = f"agentkit_{self.port}", Replays()
         self.url = f"http://{HOST}:{self.port}/" + (f"?token={self._token}" if token else "")
         self._thread = threading.Thread(target=self._server.serve_forever, name="agentkit-dashboard", daemon=True)
 
@@ -77,6 +79,7 @@ class Dashboard:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._server.replays.close()
         self._thread.join()
 
     def wait(self) -> None:
@@ -98,6 +101,7 @@ class _Server(ThreadingHTTPServer):
     token: str
     cookie: str
     pages: Mapping[str, bytes]
+    replays: Replays
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # the browser has gone
@@ -124,6 +128,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, page, Path(address.path if address.path != "/" else "index.html").suffix, headers)
         else:
             self._send(404, b"there is no such page", "")
+
+    def do_POST(self) -> None:
+        address = urlsplit(self.path)
+        problem = self._refusal({})
+        if problem is None and not self.server.token:
+            problem = 403, "a replay starts a process, which needs a token: start the dashboard without --no-token"
+        if problem is not None:
+            self._send(problem[0], problem[1].encode(), "")
+        elif address.path == "/api/replay":
+            self._replay(dict(parse_qsl(address.query)))
+        else:
+            self._send(404, b"nothing can be sent to this address", "")
 
     def _refusal(self, asked: Mapping[str, str]) -> tuple[int, str] | None:
         """Return status and text for a request that is not allowed; None if it is.
@@ -160,6 +176,16 @@ class _Handler(BaseHTTPRequestHandler):
             status, text = 404, to_json({"error": str(error)})
         except Exception as error:  # a run can contain anything; the page shows it, and the terminal stays clean
             status, text = 500, to_json({"error": f"{type(error).__name__}: {error}"})
+        self._send(status, text.encode(), "application/json")
+
+    def _replay(self, asked: Mapping[str, str]) -> None:
+        try:
+            path, number = self.server.answers.place(asked)
+            status, text = 200, to_json(self.server.replays.replay(path, number))
+        except ReplayError as error:
+            status, text = 409, to_json({"error": str(error)})
+        except AgentkitError as error:
+            status, text = 404, to_json({"error": str(error)})
         self._send(status, text.encode(), "application/json")
 
     def _page(self, asked: Mapping[str, str]) -> None:

@@ -54,6 +54,7 @@ from agentkit.sandboxes.server.protocol import (
     unpack_arguments,
     unpack_request,
 )
+from agentkit.sandboxes.server.records import ServerRecords
 from agentkit.sandboxes.server.sessions import SandboxSessions
 from agentkit.sandboxes.server.state import ServerState
 from agentkit.sandboxes.server.tenants import Operation, Tenants
@@ -215,7 +216,9 @@ class SandboxApp:
             if verb == "spawn":
                 return self._process_stream(await self._run(call, self._spawn(channel, request)))
             detached = request.idempotency_key is not None
-            return pack_result(await self._run(call, channel.exec(request), detached=detached))
+            result = await self._run(call, channel.exec(request), detached=detached)
+            self._sessions.note(key, result)
+            return pack_result(result)
         if verb == "resume":
             channel = await self._sessions.channel(key)
             if not isinstance(channel, AgentChannel):
@@ -492,6 +495,7 @@ def serve(
     key: str | Path | None = None,
     name: str = "",
     keep: float = KEEP_SECONDS,
+    records: str | Path | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve sandboxes until SIGINT or SIGTERM.
@@ -513,11 +517,12 @@ def serve(
         name: name of the server, unique for this user on this machine. Default: the back end and the port. A server on
             port 0 without a name keeps nothing.
         keep: seconds for which sandboxes wait for the next process of the server; 0: they end with this one.
+        records: a folder in which the server records its sandboxes and what happens to them, for `agentkit dashboard`.
         announce: called with the URL once the server accepts requests.
 
     Raises:
-        ConfigError: the address, the token, the configuration or the name of the back end is not usable, or a server of
-            this name runs.
+        ConfigError: the address, the token, the configuration, the folder of the records or the name of the back end is
+            not usable, or a server of this name runs.
         EngineUnavailable: the back end cannot be started.
     """
 
@@ -538,7 +543,7 @@ def serve(
             asyncio.get_running_loop().add_signal_handler(number, _receive, received, number)
         chosen = backend_named(backend)
         state = _state(chosen, name or (f"{chosen.name}-{port}" if port else ""), keep)
-        async with SandboxServer(
+        server = SandboxServer(
             chosen,
             token=tokens,
             host=host,
@@ -547,7 +552,12 @@ def serve(
             certificate=certificate,
             key=key,
             state=state,
-        ) as server:
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            if records is not None:
+                recorder = ServerRecords(Path(records), server.url, chosen, server.tenants)
+                await stack.enter_async_context(recorder)
+            await stack.enter_async_context(server)
             announce(server.url)
             loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
             loop.add_signal_handler(signal.SIGHUP, lambda: tracked(reload(server), reloads))

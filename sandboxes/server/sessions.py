@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentkit.errors import EngineUnavailable, InvalidTransition, QuotaExceeded, SandboxError, SandboxLost
-from agentkit.sandboxes import paths
+from agentkit.sandboxes import paths, telemetry
 from agentkit.sandboxes.agent.channel import AgentChannel
 from agentkit.sandboxes.backend import Backend, Channel
 from agentkit.sandboxes.reaper.registration import Registration
@@ -36,10 +36,12 @@ from agentkit.sandboxes.server.state import SavedSandbox, SavedSnapshot, ServerS
 from agentkit.sandboxes.server.streams import EventStream
 from agentkit.sandboxes.spec import SandboxSpec
 from agentkit.sandboxes.tasks import begin, loop_time, retrieve, tracked
-from agentkit.sandboxes.types import BackendEvent, Observed, Snapshot
+from agentkit.sandboxes.types import BackendEvent, ExecResult, Observed, Snapshot
 
 _log = logging.getLogger(__name__)
 
+_INTENDED = ("closed", "replaced")
+"""Reasons for which channels end that are no failures."""
 _STOP_SECONDS = 30.0
 _DRAIN_SECONDS = 2.0
 """Seconds that running calls get before a restart; then they are cut."""
@@ -58,6 +60,9 @@ class SandboxSession:
     clients: set[str] = field(default_factory=set)
     deadline: float | None = None
     expiring: bool = False
+    removing: bool = False
+    lost: tuple[float, str] | None = None
+    """When and why its channel was lost; None after a restart."""
 
 
 @dataclass(eq=False)
@@ -127,7 +132,7 @@ class SandboxSessions:
         self._stopping = True
         self.calls.refuse()
         await self._end_work([*self.calls.running.values(), *self._tasks])
-        removals = [asyncio.ensure_future(self.remove(id)) for id in list(self._sessions)]
+        removals = [asyncio.ensure_future(self.remove(id, "the server stops")) for id in list(self._sessions)]
         removals += [asyncio.ensure_future(self.discard(id)) for id in list(self._snapshots)]
         if removals:
             _, late = await asyncio.wait(removals, timeout=_STOP_SECONDS / 2)
@@ -192,6 +197,16 @@ class SandboxSessions:
 
     async def create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str], client: str) -> SandboxSession:
         """Create a sandbox. Raises the errors of ``permitted`` and ``Backend.create``."""
+        began = loop_time()
+        try:
+            session = await self._create(id, spec, labels, client)
+        except Exception as error:
+            self._report("not created", "", type(error).__name__)
+            raise
+        self._report("created", id, seconds=loop_time() - began)
+        return session
+
+    async def _create(self, id: str, spec: SandboxSpec, labels: Mapping[str, str], client: str) -> SandboxSession:
         if not paths.is_id(id):
             raise SandboxError(f"{id!r} is not a sandbox id: ak- and 16 hexadecimal digits")
         snapshot = self._snapshot_of(spec)
@@ -246,21 +261,26 @@ class SandboxSessions:
 
     async def restart(self, id: str, client: str) -> SandboxSession:
         session = self.session(id)
-        old = self._channels.get(session.key)
+        old, began = self._channels.get(session.key), loop_time()
         channel = await self.backend.restart(id)
         self._adopted.pop(session.key, None)
         if old is not None:
             await old[1].close()
         self._set_channel(session, channel, client)
+        (since, cause), session.lost = session.lost or (began, "requested"), None
+        self._report("restarted", id, cause, loop_time() - since)
         return session
 
-    async def remove(self, id: str) -> None:
+    async def remove(self, id: str, cause: str = "by its client") -> None:
         session = self._sessions.get(id)
         if session is None:
             return
+        session.removing = True
         self._close_channel(session.key, "removed")
         await self.backend.remove(id)
         await session.registration.unregister()
+        if self._sessions.get(id) is session:
+            self._report("removed", id, cause)
         self._forget(session)
         self.send_state()
 
@@ -404,6 +424,10 @@ class SandboxSessions:
             self._broadcast(engine="silent")
         elif event.id in self._sessions or event.id in self._removed:
             self._broadcast(event=event)
+            session = self._sessions.get(event.id)
+            if session is not None and not session.removing and event.kind != "removed":  # which is a loss, too
+                status = "" if event.exit_code is None else f"its main process ended with status {event.exit_code}"
+                self._report(event.kind, event.id, status)
 
     def disconnect(self) -> None:
         """End the event streams: clients have to authenticate again."""
@@ -445,6 +469,7 @@ class SandboxSessions:
                     await channel.close()
                 else:
                     self._open_channel(session, channel)
+                    self._report("adopted", session.id, "of an earlier process of the server")
 
         task = self._connecting[key] = tracked(connect(), self._tasks)
         task.add_done_callback(retrieve)
@@ -452,6 +477,20 @@ class SandboxSessions:
         return task
 
     # Bookkeeping
+
+    def boxes(self) -> list[tuple[SandboxSession, Channel | None]]:
+        """Return all sandboxes, with their channels if these are open."""
+        return [(session, self._channels.get(session.key, ("", None))[1]) for session in self._sessions.values()]
+
+    def note(self, key: str, result: ExecResult) -> None:
+        """Report what a command did to the sandbox of a channel."""
+        id = self._channels.get(key, ("",))[0]
+        for what, happened in (("oom", result.oom_killed), ("timeout", result.timed_out), ("taint", result.tainted)):
+            if happened:
+                self._report(what, id, f"a command of {result.duration:.1f} s")
+
+    def _report(self, what: Any, id: str, cause: str = "", seconds: float | None = None) -> None:
+        telemetry.report(telemetry.Served(what, id, self.share.name, cause, seconds))
 
     def _save(self, session: SandboxSession) -> None:
         if self._files is not None and self._sessions.get(session.id) is session:
@@ -489,9 +528,15 @@ class SandboxSessions:
     def _open_channel(self, session: SandboxSession, channel: Channel) -> None:
         key = session.key
         self._channels[key] = (session.id, channel)
-        channel.lost.add_done_callback(
-            lambda lost: self._close_channel(key, "closed" if lost.cancelled() else lost.result())
-        )
+
+        def ended(lost: asyncio.Future[str]) -> None:
+            reason = "closed" if lost.cancelled() else lost.result()
+            if key in self._channels and reason not in _INTENDED and not self._stopping:
+                session.lost = loop_time(), reason
+                self._report("lost", session.id, reason)
+            self._close_channel(key, reason)
+
+        channel.lost.add_done_callback(ended)
 
     def _close_channel(self, key: str, reason: str) -> None:
         if self._channels.pop(key, None) is not None or self._adopted.pop(key, None) is not None:
@@ -520,7 +565,9 @@ class SandboxSessions:
     async def _expire(self, session: SandboxSession) -> None:
         _log.info("removing sandbox %s: its time to live ended, or its clients are gone", session.id)
         try:
-            await asyncio.wait_for(self.remove(session.id), _STOP_SECONDS)
+            await asyncio.wait_for(
+                self.remove(session.id, "its time to live ended, or its clients are gone"), _STOP_SECONDS
+            )
             self.expired += 1
         finally:
             session.expiring = False

@@ -438,7 +438,7 @@ def test_names_are_never_paths(server: Dashboard) -> None:
 def test_only_reading_is_possible_and_the_token_can_be_left_out(run: Path) -> None:
     with Dashboard([run], port=0, token=False) as server:
         assert httpx.get(f"{server.url}api/runs").status_code == 200
-        assert httpx.post(f"{server.url}api/runs").status_code == 501
+        assert httpx.post(f"{server.url}api/runs").status_code == 403
         with pytest.raises(ConfigError, match="choose another"):
             Dashboard([run], port=server.port)
 

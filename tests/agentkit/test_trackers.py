@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +15,10 @@ from dashboard_runs import HOSTILE, episode, turn
 from requiring import require
 
 from agentkit.config_io import parse_config
-from agentkit.records import EVALUATION
+from agentkit.records import EVALUATION, read_episode
 from agentkit.run_directory import RunDirectory
 from agentkit.store import Recorder
+from agentkit.text import printable
 from agentkit.trackers import open_trackers
 
 
@@ -83,6 +86,64 @@ def test_wandb_offline_keeps_the_run_on_this_machine(tmp_path: Path, monkeypatch
     # offline-run-DATE_TIME-ID, and a further number where two sessions began within one second
     names = {path.name.split("-")[3] for path in (directory.logs / "wandb").glob("offline-run-*")}
     assert names == {(directory.logs / "wandb.id").read_text()}
+
+
+def train(recorder: Recorder, step: int, text: str) -> None:
+    """Record a step with two groups of two episodes, and an episode that was not trained on."""
+    recorder.episode(step, episode(10 * step, 0, 0.0), "dropped", "zero_signal")
+    for group in (10 * step + 1, 10 * step + 2):
+        for member in range(2):
+            played = episode(group, member, 1.0, turns=[turn("Down", observation=text), turn("Right", 1.0)])
+            recorder.episode(step, played, "trained")
+    recorder.metrics(step, {"rollout/success": 1.0})
+
+
+def test_tensorboard_shows_samples_as_a_table(tmp_path: Path) -> None:
+    require("tensorboard", "pip install 'agentkit-rl[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    config = parse_config("env: {id: A}", [f"dir={tmp_path / 'run'}", "trackers=[tensorboard]"])
+    directory = RunDirectory.create(config)
+    text = f"a|b **bold** [link](http://x) `code` # 1\n| - |\n{HOSTILE}"
+    with Recorder(directory, open_trackers(config, directory), sample_every=2) as recorder:
+        for step in range(1, 5):
+            train(recorder, step, text)
+        evaluate(recorder, 4)
+    events = EventAccumulator(str(directory.logs / "tensorboard"))
+    events.Reload()
+    tables = events.Tensors("rollout/samples/text_summary")
+    assert [table.step for table in tables] == [2, 4]
+    page = markdown_to_safe_html(tables[1].tensor_proto.string_val[0].decode())  # as TensorBoard shows it
+    assert page.count("<tr>") == 3
+    assert re.findall(r"<th>(.*?)</th>", page) == ["step", "episode", "reward", "outcome", "prompt", "answer"]
+    row = re.findall(r"<td>(.*?)</td>", page)[:6]
+    assert row[:4] == ["4", "17", "1", "solved, terminated"]  # five episodes in each step before, and a dropped one
+    assert not re.findall(r"<(?!br)", row[4])
+    shown = html.unescape(re.sub("<br ?/?>", "\n", row[4])).replace("\xa0", " ")
+    assert shown == f"Reach the goal.\n\n{printable(text)}"
+    assert row[5].startswith("Down<br")
+    assert row[5].endswith("Right")
+
+
+def test_wandb_shows_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("wandb", "pip install 'agentkit-rl[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = parse_config("env: {id: A}", [f"dir={tmp_path / 'run'}", "trackers=[wandb]", "sample_every=3"])
+    directory = RunDirectory.create(config)
+    with Recorder(directory, open_trackers(config, directory), sample_every=config.sample_every) as recorder:
+        for step in range(1, 4):
+            train(recorder, step, "P _ G")
+    (table,) = (directory.logs / "wandb").glob("offline-run-*/files/media/table/rollout/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["step", "episode", "reward", "outcome", "prompt", "answer"]
+    assert [row[:4] for row in content["data"]] == [[3, id, 1.0, "solved, terminated"] for id in (12, 14)]
+    for row in content["data"]:
+        trained = read_episode(directory.episodes_file, row[1])[0]
+        assert (trained.step, trained.ending, trained.member) == (3, "trained", 0)
+        assert row[4] == "Reach the goal.\n\nP _ G"
+        assert row[5] == "Down\n--- turn 2: observation\nP _ G\n--- turn 2: answer\nRight"
 
 
 def read_wandb(file: Path) -> tuple[list[dict], str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dashboard_runs import episode, make_run
+from requiring import require
 
 import agentkit
 from agentkit import records
@@ -100,8 +101,18 @@ def test_values_of_critics_explain_the_advantages(tmp_path: Path) -> None:
         assert np.abs(explained).max() > 1e-3
 
 
-def test_attention_rhythm_is_recorded_with_its_factor(tmp_path: Path) -> None:
-    found = play(tmp_path / "run", algorithm={"credit": "coupled"}, rollout=LONG)
+@pytest.mark.parametrize("placement", ["here", pytest.param("two ranks", marks=pytest.mark.slow)])
+def test_attention_rhythm_is_recorded_with_its_factor(tmp_path: Path, placement: str) -> None:
+    """Of several ranks in a cluster, each computes a part; the record has every token of every episode once."""
+    where: dict[str, Any] = {}
+    if placement == "two ranks":
+        require("ray", "pip install 'agentkit-rl[ray]'")
+        where = {"cluster": {}, "learner": {"lr": 1e-3, "ranks": 2}}
+    found = play(tmp_path / "run", algorithm={"credit": "coupled"}, rollout=LONG, **where)
+    with sqlite3.connect(tmp_path / "run" / "episodes.sqlite") as db:
+        recorded = db.execute("select step, group_id, member from credit").fetchall()
+    db.close()
+    assert sorted(recorded) == sorted((row.step, row.group_id, row.member) for row, _, _ in found)
     marked = set()
     for row, number, credit in found:
         assert {"waad", "fai", "factor", "marks"} <= set(credit)

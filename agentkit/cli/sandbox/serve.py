@@ -24,6 +24,14 @@ def serve(
     keep: Annotated[
         float, typer.Option(min=0, help="Seconds for which sandboxes wait for a restarted server; 0: they end with it.")
     ] = 120.0,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Record the sandboxes and what happens to them in this folder, for `agentkit dashboard DIR`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve sandboxes to other machines over HTTP until SIGINT, which removes them, or SIGTERM, which keeps them."""
     require_server()
@@ -39,5 +47,6 @@ def serve(
         config=config,
         name=name,
         keep=keep,
+        records=records,
         announce=lambda url: typer.echo(f"serving {backend} sandboxes at {url}"),
     )

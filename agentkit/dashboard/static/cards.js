@@ -13,13 +13,13 @@ export class Cards {
     }));
   }
 
-  /** Lines: [label, values]. Those without a value are left out; a chart without a line is hidden. */
-  draw(title, run, steps, lines) {
+  /** Lines: [label, values]. Those without a value are left out; a chart without a line is hidden. unit: of the steps. */
+  draw(title, run, steps, lines, unit = "step") {
     const { chart, legend } = this.cards.get(title);
     const shown = lines.filter(([, values]) => values?.some((value) => value !== null && value !== undefined))
       .map(([label, values], index) => ({ label: plain(label), run, values, colour: COLOURS[index % COLOURS.length] }));
     chart.element.hidden = !shown.length;
-    if (shown.length) chart.draw(steps, shown, "step");
+    if (shown.length) chart.draw(steps, shown, unit);
     legend.replaceChildren(...shown.map((one) => h("span", null, h("i", { class: "dot", style: { background: one.colour } }), line(one.label))));
   }
 

@@ -16,9 +16,15 @@ export async function ask(question, asked = {}) {
   return copy ? fromCopy(question, asked) : fromServer(question, asked);
 }
 
-async function fromServer(question, asked) {
+/** Let the server do something; a copy has none. */
+export async function command(name, asked) {
+  if (copy) throw new Error("This is a copy: it needs the server, `agentkit dashboard`.");
+  return fromServer(name, asked, "POST");
+}
+
+async function fromServer(question, asked, method = "GET") {
   const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value !== null && value !== undefined));
-  const response = await fetch(`api/${question}?${query}`, { cache: "no-store" });
+  const response = await fetch(`api/${question}?${query}`, { cache: "no-store", method });
   if (response.status === 401 || response.status === 403) throw new Error(await response.text());
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);

@@ -4,6 +4,7 @@ import { ask, drawnPage } from "./data.js";
 import { badge, block, count, duration, facts, h, line, number, plain, safe } from "./dom.js";
 import { lastList } from "./episodes.js";
 import { groupView } from "./group.js";
+import { replayPanel } from "./replay.js";
 import { change, go, link, route } from "./state.js";
 import { TokenView } from "./tokens.js";
 
@@ -65,7 +66,7 @@ export class Episode {
     } else if (part === "group") {
       this.drawGroup(run, episode);
     } else {
-      this.body.replaceChildren(...conversation(episode));
+      this.body.replaceChildren(replayPanel(run, episode), ...conversation(episode));
       this.drawPictures(run, episode);
     }
   }
@@ -114,7 +115,7 @@ export class Episode {
     this.body.querySelectorAll(".message.user").forEach((message, index) => message.prepend(drawn(index, `State before turn ${index + 1}`) || ""));
     const last = drawn(episode.turns.length, "Last state");
     if (last) this.body.append(h("article", { class: "turn" }, h("header", null, h("h2", null, "End")), h("div", { class: "message user" }, last)));
-    if (note) this.body.prepend(h("p", { class: "note" }, safe(note)));
+    if (note) this.body.querySelector(".replay").after(h("p", { class: "note" }, safe(note)));
   }
 
   turnTo(part) {

@@ -24,6 +24,7 @@ const help = h("dialog", { class: "help", "aria-label": "Keys" });
 let current = null;
 let shown = "";
 let lastAnswer = "";
+let onlyServers = false; // there are sandbox servers, and no runs
 
 function drawHeader() {
   const { view } = route();
@@ -32,7 +33,7 @@ function drawHeader() {
   document.getElementById("top").replaceChildren(
     ...(onlyEpisode ? [h("span", { class: "brand" }, "agentkit")] : [
       h("a", { class: "brand", href: link("overview") }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), "agentkit"),
-      h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline"), tab("sandboxes", "Sandboxes"))]),
+      h("nav", { "aria-label": "Views" }, onlyServers ? null : [tab("overview", "Overview"), tab("episodes", "Episodes"), tab("pipeline", "Pipeline")], tab("sandboxes", "Sandboxes"))]),
     h("div", { class: "spring" }), status, theme, h("button", { onclick: () => help.showModal(), title: "Keys (?)" }, "?"));
 }
 
@@ -61,9 +62,12 @@ function storedTheme() {
 
 async function update() {
   try {
-    const runs = await ask("runs");
+    const all = await ask("runs");
+    const runs = all.filter((run) => !run.server);
+    onlyServers = all.length > 0 && !runs.length;
+    if (onlyServers && route().view === "overview") history.replaceState(null, "", link("sandboxes", {}));
     const running = runs.filter((run) => run.status === "running").length;
-    status.textContent = onlyEpisode ? "one episode" : isCopy ? "static copy" : running ? `${running} running` : "nothing is running";
+    status.textContent = onlyEpisode ? "one episode" : isCopy ? "static copy" : onlyServers ? "sandbox server" : running ? `${running} running` : "nothing is running";
     status.className = running && !isCopy ? "status live" : "status";
     const { view } = route();
     if (shown !== view) {
@@ -74,11 +78,11 @@ async function update() {
       shown = view;
       lastAnswer = "";
     }
-    const answer = JSON.stringify([runs, location.hash]);
+    const answer = JSON.stringify([all, location.hash]);
     if (answer !== lastAnswer) {
       lastAnswer = answer;
       drawHeader();
-      await current.show(runs);
+      await current.show(view === "sandboxes" ? all : runs);
     }
   } catch (error) {
     lastAnswer = ""; // draw again when the server answers

@@ -1,16 +1,17 @@
-// The sandboxes of a run: hosts, states, failures, and the episodes that they served.
+// The sandboxes of a run or of a sandbox server: hosts, states, failures, and the episodes that they served.
 
 import { Cards } from "./cards.js";
 import { ask } from "./data.js";
-import { badge, choice, count, duration, facts, field, grid, h, line, number, percent, plain } from "./dom.js";
+import { badge, choice, count, duration, facts, field, grid, h, line, number, percent, plain, short } from "./dom.js";
 import { change, go, link, route, shownRun } from "./state.js";
 
 const SANDBOX_TABS = [["", "Sandboxes"], ["history", "History"], ["curves", "Curves"]];
 const FAILURES = [["", "all"], ["memory", "memory limit"], ["timeout", "timeout"], ["taint", "taint"], ["kill", "killed or ended"], ["host", "host or server"], ["other", "other"]];
 const SANDBOX_CHARTS = [
-  ["Sandboxes by state", ["busy", "idle", "creating", "degraded"]],
+  ["Sandboxes by state", ["busy", "idle", "running", "creating", "degraded", "paused", "exited"]],
   ["Reserves", ["spares", "standbys"]],
   ["Created and removed", ["created", "removed", "create_failures"]],
+  ["Failures in sandboxes", ["oom", "timeout", "taint", "died"]],
   ["Recoveries", ["recoveries"]],
   ["Seconds of a recovery", ["recovery_s_p50", "recovery_s_max"]],
   ["Hedged calls", ["hedges", "hedges_won"]],
@@ -79,6 +80,10 @@ export class Sandboxes {
 
   drawSummary() {
     const { state, totals } = this.found;
+    if (this.found.server) {
+      this.drawServer(state, totals);
+      return;
+    }
     const parts = (numbers) => Object.entries(numbers).map(([name, value]) => `${name} ${count(value)}`).join(", ");
     if (!state) {
       this.summary.replaceChildren(h("p", { class: "note" }, "This run has had no sandbox, or has not finished a training step."));
@@ -99,6 +104,20 @@ export class Sandboxes {
     ]));
   }
 
+  drawServer({ time, states }, totals) {
+    const failures = ["oom", "timeout", "taint", "died"].filter((name) => totals[name]).map((name) => `${name} ${count(totals[name])}`).join(", ");
+    const numbers = Object.entries(states).map(([state, many]) => `${count(many)} ${state}`).join(", ");
+    this.summary.replaceChildren(facts([
+      ["Server", line(this.run.server, 200)],
+      ["Sandboxes", numbers || "none"], ["Seen", clock(time)],
+      ["Created", count(totals.created)],
+      totals.create_failures ? ["Not created", h("span", { class: "wrong" }, count(totals.create_failures))] : null,
+      ["Removed", count(totals.removed)],
+      ["Restarted after a loss", count(totals.recoveries)],
+      failures ? ["In sandboxes", failures] : null,
+    ]), h("p", { class: "note" }, "Clients decide which sandboxes are spares and standbys, and replace those that fail: their runs record it."));
+  }
+
   /** Whether a row meets the conditions of the address. */
   meets(row, ...texts) {
     const { params } = route();
@@ -114,13 +133,14 @@ export class Sandboxes {
     const { hosts, boxes, number: all } = this.found;
     const state = (host) => badge(host.state, host.state === "up" ? "finished" : host.state === "down" ? "failed" : "stopped");
     const kinds = (host) => Object.entries(host.kinds).map(([kind, many]) => `${kind} ${many}`).join(", ");
-    const hostTable = grid(["Host", "State", "Since", "Sandboxes", "CPU", "Memory", "Served episodes", "Failed", "By kind", "Recovered"], hosts.map((one) => [
+    const { server } = this.found;
+    const hostTable = grid(["Host", "State", "Since", "Sandboxes", "CPU", "Memory", server ? "" : "Served episodes", "Failed", "By kind", "Recovered"], hosts.map((one) => [
       [line(one.host)], [[state(one), one.reason ? h("small", null, line(one.reason, 100)) : null].filter(Boolean)], [clock(one.since)], [count(one.sandboxes), "num"],
-      [percent(one.cpu, 0), "num"], [percent(one.memory, 0), "num"], [count(one.served), "num"], [count(one.failed), "num"], [line(kinds(one))], [count(one.recovered), "num"]]));
+      [percent(one.cpu, 0), "num"], [percent(one.memory, 0), "num"], [server ? "" : count(one.served), "num"], [count(one.failed), "num"], [line(kinds(one))], [count(one.recovered), "num"]]));
     this.shown = boxes.filter((box) => this.meets(box, box.sandbox, box.host, box.cause));
     this.cursor = Math.min(this.cursor, this.shown.length - 1);
     const chosen = boxes.find((box) => box.sandbox === route().params.get("box"));
-    const table = grid(["Sandbox", "Host", "State", "Cause", "Episodes", "From", "To", "Recovered", "Longest"], this.shown.map((box) => [
+    const table = server ? this.serverTable() : grid(["Sandbox", "Host", "State", "Cause", "Episodes", "From", "To", "Recovered", "Longest"], this.shown.map((box) => [
       [h("a", { href: this.boxLink(box.sandbox) }, line(box.sandbox, 60))], [line(box.host, 40)], [badge(box.state)],
       [[line(box.cause, 60), box.in_use === false ? h("small", null, "while idle") : null].filter(Boolean)],
       [count(box.number), "num"], [clock(box.first)], [clock(box.failed_at ?? box.last)], [count(box.recovered), "num"], [duration(box.recovery_s), "num"]]));
@@ -133,8 +153,16 @@ export class Sandboxes {
       hosts.length ? h("h2", null, "Hosts") : null, hosts.length ? hostTable : null,
       chosen ? this.drawBox(chosen) : null,
       h("h2", null, `Sandboxes (${count(this.shown.length)}${this.shown.length < all ? ` of ${count(all)}` : ""})`),
-      this.shown.length ? table : h("p", { class: "note" }, all ? "No sandbox matches." : "No sandbox has served a recorded episode, or failed."),
+      this.shown.length ? table : h("p", { class: "note" }, all ? "No sandbox matches." : server ? "There is no sandbox, and none has failed." : "No sandbox has served a recorded episode, or failed."),
     ];
+  }
+
+  serverTable() {
+    const bytes = (box) => (box.memory ? `${short(box.memory)}B${box.memory_limit ? ` of ${short(box.memory_limit)}B` : ""}` : "–");
+    return grid(["Sandbox", "Tenant", "State", "Cause", "CPU", "Memory", "Processes", "Created", "Failed", "Restarts", "Longest"], this.shown.map((box) => [
+      [h("a", { href: this.boxLink(box.sandbox) }, line(box.sandbox, 60))], [line(box.tenant ?? "", 40)], [badge(box.state)], [line(box.cause, 60)],
+      [percent(box.cpu, 0), "num"], [bytes(box), "num"], [count(box.processes), "num"], [clock(box.first)], [clock(box.failed_at)],
+      [count(box.recovered), "num"], [duration(box.recovery_s), "num"]]));
   }
 
   drawBox(box) {
@@ -148,9 +176,9 @@ export class Sandboxes {
         ["Host", line(box.host)],
         box.cause ? ["Cause", [line(box.cause, 300), box.in_use === false ? " while idle" : ""]] : null,
         box.failed_at === null ? null : ["Failed", clock(box.failed_at)],
-        box.recovered ? ["Environments that continued", line(means)] : null,
+        box.recovered ? [this.found.server ? "Recovered" : "Environments that continued", line(means)] : null,
         box.recovery_s === null ? null : ["Longest recovery", duration(box.recovery_s)],
-        ["Served", box.number ? `${count(box.number)} episodes, ${clock(box.first)} to ${clock(box.last)}` : "no recorded episode"],
+        this.found.server ? null : ["Served", box.number ? `${count(box.number)} episodes, ${clock(box.first)} to ${clock(box.last)}` : "no recorded episode"],
       ]),
       box.episodes.length ? h("p", { class: "served" }, box.episodes.length < box.number ? "Last episodes: " : "Episodes: ",
         box.episodes.map((id) => h("a", { href: link("episode", { run, id }) }, String(id)))) : null,
@@ -164,30 +192,31 @@ export class Sandboxes {
     if (!rows.length) return [h("p", { class: "empty" }, history.length ? "No event matches." : "Nothing has failed.")];
     const table = this.historyTable([...rows].reverse(), true);
     table.classList.add("rows");
-    return [h("p", { class: "note" }, `${count(rows.length)} events, the last one first. Recoveries within a second are one event.`), table];
+    return [h("p", { class: "note" }, `${count(rows.length)} events, the last one first.${this.found.server ? "" : " Recoveries within a second are one event."}`), table];
   }
 
   historyTable(rows, where) {
     if (!rows.length) return null;
-    const kinds = { failed: "failed", recovered: "finished", environment: "finished", host: "stopped" };
-    const names = ["Time", ...(where ? ["Host", "Sandbox"] : []), "Event", "Cause", "Environments", "Recovery"];
+    const { server } = this.found;
+    const kinds = { failed: "failed", oom: "failed", timeout: "failed", taint: "failed", died: "failed", recovered: "finished", environment: "finished", created: "finished", host: "stopped" };
+    const names = ["Time", ...(where ? ["Host", "Sandbox"] : []), "Event", "Cause", ...(server ? ["Duration"] : ["Environments", "Recovery"])];
     return grid(names, rows.map((row) => [
       [clock(row.time)],
       ...(where ? [[line(row.host, 40)], [row.sandbox ? h("a", { href: this.boxLink(row.sandbox) }, line(row.sandbox, 60)) : ""]] : []),
       [badge(row.what, kinds[row.what] ?? "stopped")],
       [h("span", { title: plain(row.meaning || row.text) }, line(row.text, 200)), "free"],
-      [count(row.episodes), "num"], [duration(row.seconds), "num"]]));
+      ...(server ? [] : [[count(row.episodes), "num"]]), [duration(row.seconds), "num"]]));
   }
 
   drawCurves() {
     const names = Object.keys(this.metrics.values);
     if (!this.cards) {
-      this.cards = new Cards([...SANDBOX_CHARTS, ...HOST_CHARTS].map(([title]) => title), (step) => go("episodes", { run: this.run.name, step }));
+      this.cards = new Cards([...SANDBOX_CHARTS, ...HOST_CHARTS].map(([title]) => title), (step) => this.found.server || go("episodes", { run: this.run.name, step }));
       this.none = h("p", { class: "empty" }, "This run has no metrics of sandboxes yet.");
       this.body.replaceChildren(this.none, this.cards.element);
     }
     this.none.hidden = names.some((name) => name.startsWith("sandbox/"));
-    const draw = (title, lines) => this.cards.draw(title, this.run.name, this.metrics.steps, lines);
+    const draw = (title, lines) => this.cards.draw(title, this.run.name, this.metrics.steps, lines, this.found.server ? "second" : "step");
     for (const [title, parts] of SANDBOX_CHARTS) draw(title, parts.map((part) => [part.replaceAll("_", " "), this.metrics.values[`sandbox/${part}`]]));
     for (const [title, part] of HOST_CHARTS) {
       const own = names.filter((name) => name.startsWith("sandbox/host/") && name.endsWith(`/${part}`));
