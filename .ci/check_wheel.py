@@ -30,7 +30,7 @@ everything = (
     "extras = ('vllm', '.trainers.cluster.', '.sandboxes.server', '.alfworld.worker', '.math.worker', '.conformance',\n"
     "          'reasoning_gym_worker', '.openenv_server', '.http_server', '.endpoint.server', '.endpoint.agent',\n"
     "          '.integrations.verl', '.integrations.openrlhf', '.integrations.skyrl_',\n"
-    "          '.harbor_environment', '.harbor_agent')\n"
+    "          '.integrations.verifiers', '.integrations.nemo_gym', '.harbor_environment', '.harbor_agent')\n"
     "names = [n for n in names if not any(part in n for part in extras)]\n"
     "for name in names: importlib.import_module(name)\n"
     "print(len(names))"

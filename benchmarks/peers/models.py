@@ -95,7 +95,7 @@ def calling_model(updates: int = 150, episodes: int = 8) -> Any:
     calls = [parser.format([action_of(ToolCall("move", {"to": to}))]) for to in DIRECTIONS]
     answers = [renderer.encode_answer(call).tolist() for call in calls]
     prompts = [renderer.first(opening(), f"Position:{k}").tolist() for k in range(10)]
-    results = [renderer._result(f"Position:{k}", closed=True).tolist() for k in range(10)]
+    results = [renderer.result(f"Position:{k}", closed=True).tolist() for k in range(10)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, updates)
     for _ in range(updates):
@@ -128,7 +128,7 @@ def answer_tokens() -> tuple[int, int, int]:
     renderer = ChatRenderer(calling_tokenizer(), tools=(TOOL,))
     assert renderer.tools is not None
     call = ToolParser(renderer.tools).format([action_of(ToolCall("move", {"to": DIRECTIONS[0]}))])
-    first, result = renderer.first(opening(), "Position:3"), renderer._result("Position:3", closed=True)
+    first, result = renderer.first(opening(), "Position:3"), renderer.result("Position:3", closed=True)
     return len(first), len(renderer.encode_answer(call)), len(result)
 
 

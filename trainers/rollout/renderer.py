@@ -88,7 +88,7 @@ class ChatRenderer:
             return self.first(system, observation)
         closed = int(turns[-1].action_ids[-1]) == self.end_of_turn
         if role_after(turns[-1], self.tools) == "tool":
-            return self._result(observation, closed=closed)
+            return self.result(observation, closed=closed)
         return self.next(observation, closed=closed)
 
     def first(self, system: str, observation: str) -> IntArray:
@@ -104,8 +104,8 @@ class ChatRenderer:
         parts = self._appendable
         return self._cached(parts.open if closed else parts.close + parts.open, observation)
 
-    def _result(self, text: str, *, closed: bool) -> IntArray:
-        """As ``next``, for the result of a tool."""
+    def result(self, text: str, *, closed: bool) -> IntArray:
+        """As ``next``, for the result of a tool: the renderer has tools, and a call came before."""
         parts = self._appendable
         assert parts.called is not None
         before = [*OPENING, Message("assistant", "", CALLS[:1])]
