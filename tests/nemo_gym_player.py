@@ -87,7 +87,7 @@ def wait(config: Any, processes: list[subprocess.Popen]) -> None:
         if isinstance(server, DictConfig) and "started" in server
     ]
     assert len(addresses) == len(processes)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 300
     for address in addresses:
         while True:
             assert all(process.poll() is None for process in processes), "a server has ended"

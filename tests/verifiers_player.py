@@ -97,6 +97,6 @@ async def main(folder: Path, url: str) -> dict[str, Any]:
 if __name__ == "__main__":
     sys.path.insert(0, str(EXAMPLES))
     os.environ["PYTHONPATH"] = f"{EXAMPLES}:{os.environ['PYTHONPATH']}"
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # vf-eval, and uv for the chat loop
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # vf-eval
     with chat_stub.served() as address:
         print(json.dumps(asyncio.run(main(Path(sys.argv[1]), address))))

@@ -99,11 +99,9 @@ class AgentkitServer(GymnasiumServer):
             if not metadata.get(_MASKS):
                 raise
             return None, 0.0, False, True, {"failure_kind": _kind(error), "failure_reason": str(error)}
-        return (
-            (None, reply.reward, True, False, episode.metrics)
-            if reply.done
-            else (reply.text, reply.reward, False, False, {})
-        )
+        if reply.done:
+            return None, reply.reward, True, False, episode.metrics
+        return reply.text, reply.reward, False, False, {}
 
     async def close_session(self, session_id: str | None) -> None:
         """Give the environment back. Idempotent."""

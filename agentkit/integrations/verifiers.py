@@ -83,7 +83,7 @@ class AgentkitHarness(vf.Harness[vf.HarnessConfig]):
         """Send the conversation to verifiers' endpoint, which records the answer."""
         system, messages = self.resolve_prompt(data)
         assert isinstance(messages, list)  # the environment opens the conversation
-        wire = [] if system is None else [{"role": "system", "content": system}]
+        wire: Any = [] if system is None else [{"role": "system", "content": system}]
         wire += [message_to_wire(message) for message in messages]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
             await client.chat.completions.create(model=ctx.model, messages=wire)

@@ -17,7 +17,7 @@ from fragile_lake import PaidLake
 from lake_replay import assert_replays
 from requiring import require
 
-pytestmark = [pytest.mark.adapters, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.adapters, pytest.mark.slow, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("AGENTKIT_NEMO_GYM_PYTHON", ROOT / ".venv-nemo-gym" / "bin" / "python"))
@@ -30,7 +30,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = [PYTHON, ROOT / "tests" / "nemo_gym_player.py", folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder
+        command, capture_output=True, text=True, timeout=420, check=False, env=environment, cwd=folder
     )
     logs = "".join(log.read_text()[-1000:] for log in folder.glob("*.log"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:] + logs
