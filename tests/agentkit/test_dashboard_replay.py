@@ -14,6 +14,7 @@ import httpx
 import pytest
 from chromium import Browser
 from dashboard_runs import HOSTILE, make_run, turn
+from local_harness import runtime_directory as runtime_directory
 from local_sandboxes import local_sandboxes
 from typer.testing import CliRunner
 
@@ -33,6 +34,7 @@ from agentkit.trainers.rollout.parser import ActionParser
 from agentkit.trainers.rollout.source import EnvSource
 from agentkit.types import Trajectory
 
+pytestmark = pytest.mark.usefixtures("runtime_directory")
 PENALTY = -0.1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from chromium import Browser
 from dashboard_runs import make_sandbox_run
+from local_harness import runtime_directory as runtime_directory
 from local_sandboxes import local_sandboxes
 
 from agentkit.dashboard import queries
@@ -34,6 +35,7 @@ from agentkit.sandboxes.server.app import SandboxServer
 from agentkit.sandboxes.server.records import ServerRecords
 from agentkit.sandboxes.testing.fake import FakeBackend
 
+pytestmark = pytest.mark.usefixtures("runtime_directory")
 TOKEN = "a-token-of-the-tests-alone"
 
 
@@ -149,9 +151,7 @@ def test_the_page_of_a_server(browser: Browser, recorded: tuple[Path, list[str]]
     browser.visit((tmp_path / "copy" / "index.html").as_uri(), "", f"{rows}.length == 1")
 
 
-async def test_records_are_bounded_and_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: None
-) -> None:
+async def test_records_are_bounded_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_records, "MOST", 20)
     folder = tmp_path / "records"
     for _ in range(2):
@@ -176,12 +176,7 @@ async def test_records_are_bounded_and_continued(
     assert [line["sandbox/created"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 6, 0, 6]
 
 
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTKIT_RUNTIME_DIR", str(tmp_path / "runtime"))
-
-
-async def test_other_folders_are_refused(tmp_path: Path, runtime: None) -> None:
+async def test_other_folders_are_refused(tmp_path: Path) -> None:
     make_sandbox_run(tmp_path / "run").release()
     server = SandboxServer(FakeBackend(), token=TOKEN)
     with pytest.raises(ConfigError, match="contains other files"):
