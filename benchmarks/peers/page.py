@@ -125,15 +125,17 @@ def _setting(setting: Setting, results: Mapping[str, Any]) -> str:
 def _curves(results: Mapping[str, Any]) -> str:
     if "curves" not in results:
         return "Not measured yet.\n"
-    cells = []
-    for sandbox, success in results["curves"].items():
-        tenth = max(1, len(success) // 10)
-        first, last = mean(success[:tenth]), mean(success[-tenth:])
-        cells.append([CURVES[sandbox], f"{first:.0%}", f"{last:.0%}"])
+    curves: Mapping[str, Sequence[float]] = results["curves"]
+    steps = min(map(len, curves.values()))
+    tenth = max(1, steps // 10)
+    cells = [
+        [CURVES[sandbox], f"{mean(success[:tenth]):.0%}", f"{mean(success[-tenth:]):.0%}"]
+        for sandbox, success in curves.items()
+    ]
     return (
         "![Success of TRL in FrozenLake](peers_trl_frozen_lake.svg)\n\n"
         "Success in training, in steps of 32 episodes:\n\n"
-        + _table(["environments", f"first {tenth} steps", f"last {tenth} of {len(success)} steps"], cells)
+        + _table(["environments", f"first {tenth} steps", f"last {tenth} of {steps} steps"], cells)
     )
 
 

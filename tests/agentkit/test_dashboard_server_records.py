@@ -72,12 +72,13 @@ async def use(url: str, folder: Path) -> list[str]:
             assert (await killed.exec("true")).ok
             seen = queries.summary(folder)
             assert (seen["status"], seen["server"]) == ("running", url)
+            found = sandboxes(folder)
             for _ in range(200):  # until the next look
-                found = sandboxes(folder)
                 measured = {box["sandbox"] for box in found["boxes"] if box["memory"]}
                 if measured == {killed.id, other.id} and found["totals"]["recoveries"]:
                     break
                 await asyncio.sleep(0.1)
+                found = sandboxes(folder)
             assert found["state"]["states"] == {"running": 2}
             assert {box["state"] for box in found["boxes"]} == {"running"}
             assert (found["totals"]["created"], found["totals"]["recoveries"]) == (2, 1)
