@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,17 @@ def check(directory: Path, steps: list[int]) -> None:
 
 
 def kill_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Die before the ``number``-th operation that changes the file system; returns how many were asked for."""
-    count = 0
+    """Die before the ``number``-th operation of this thread that changes the file system; returns how many were asked
+    for. Threads that other tests left in this process go on."""
+    count, thread = 0, threading.get_ident()
 
     def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            count += 1
-            if count >= number:
-                raise Killed
+            if threading.get_ident() == thread:
+                count += 1
+                if count >= number:
+                    raise Killed
             return operation(*args, **kwargs)
 
         return wrapper
