@@ -37,6 +37,6 @@ SETTINGS = (
     Setting("frozen_lake", "FrozenLake 4×4, deterministic"),
     Setting("frozen_lake_slippery", "FrozenLake 4×4, slippery", one_imitation=True),
     Setting("sokoban", "Sokoban 6×6, one box", one_imitation=True),
-    Setting("webshop", "WebShop, our shop", one_imitation=True, ratios=(1.0,), folder=EXAMPLES),
+    Setting("webshop", "WebShop, our shop", one_imitation=True, folder=EXAMPLES),
     Setting("alfworld", "ALFWorld, 40 games of ours", one_imitation=True, ratios=(1.0,), seeds=1, folder=EXAMPLES),
 )
