@@ -224,7 +224,8 @@ class RolloutConfig(Strict):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; log-probabilities are recorded at this temperature."""
     retries: int = Field(default=2, ge=0)
-    """Fresh environments for an episode after a failed one, before its group is voided."""
+    """Fresh environments for an episode after a failed one, before its group is voided, or the episode of the expert is
+    left out."""
     max_failure_share: float = Field(default=0.5, gt=0, le=1)
     """The run stops if the environment failed in more than this share of the latest episodes."""
     dynamic_sampling: bool = False

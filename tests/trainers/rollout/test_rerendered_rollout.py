@@ -12,7 +12,7 @@ from rollout_harness import GO, Harness, configure, renderer
 
 from agentkit import registry
 from agentkit.codec import decode_group, encode_group
-from agentkit.config import EnvConfig, ImitationConfig, ModelConfig, RunConfig
+from agentkit.config import ModelConfig, RunConfig
 from agentkit.errors import ConfigError
 from agentkit.trainers.batch import flatten
 from agentkit.trainers.imitation import expert_episodes
@@ -131,12 +131,12 @@ async def test_evaluation_uses_the_history_of_the_configuration() -> None:
 
 
 def test_experts_are_imitated_with_the_history_of_the_configuration() -> None:
-    env = EnvConfig(id="FrozenLake-v1")
+    config = RunConfig.model_validate({"env": {"id": "FrozenLake-v1"}, "imitation": {"episodes": 4}})
     tok = load_tokenizer("quickstart")
-    parser, settings = ActionParser("tagged", 1), ImitationConfig(episodes=4)
+    parser = ActionParser("tagged", 1)
     whole = make_renderer(ModelConfig(history="rerender"), tok, 10)
-    system = system_message(EnvSource.of(env).instructions, parser)
-    appended, apart = (expert_episodes(env, one, parser, settings, max_context=1024) for one in (renderer(), whole))
+    system = system_message(EnvSource.of(config.env).instructions, parser)
+    appended, apart = (expert_episodes(config, one, parser)[0] for one in (renderer(), whole))
     for one, other in zip(appended, apart, strict=True):
         assert other.rerendered
         assert [turn.action_ids.tolist() for turn in one.turns] == [turn.action_ids.tolist() for turn in other.turns]

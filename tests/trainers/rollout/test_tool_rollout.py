@@ -12,7 +12,7 @@ from rollout_doubles import ScriptedEngine
 from test_chat_templates import FILES, model_tokenizer
 
 import agentkit
-from agentkit.config import EnvConfig, ImitationConfig, ModelConfig, RunConfig
+from agentkit.config import EnvConfig, ModelConfig, RunConfig
 from agentkit.errors import ConfigError
 from agentkit.jsonl import read_jsonl
 from agentkit.openai import ChatEndpoint
@@ -72,11 +72,11 @@ async def test_an_episode_records_what_the_engine_saw(name: str, history: Any) -
 
 @pytest.mark.parametrize("name", ["quickstart", "qwen2_5", "gptoss", "qwen3_6"])
 def test_the_expert_answers_as_the_policy_would(name: str) -> None:
-    config = RunConfig.model_validate({"env": ENV})
+    config = RunConfig.model_validate({"env": ENV, "imitation": {"episodes": 3}, "engine": {"max_context": 8192}})
     source = EnvSource.of(config.env)
     renderer = make_renderer(ModelConfig(), tokenizer_of(name), source.max_turns, source.tools)
     parser = make_parser(config, source.actions_per_turn, renderer.tools)
-    episodes = expert_episodes(EnvConfig(**ENV), renderer, parser, ImitationConfig(episodes=3), 8192)
+    episodes, _ = expert_episodes(config, renderer, parser)
     for episode in episodes:
         assert episode.success
         assert len(episode.turns) == 3
