@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from agentkit.errors import LearnerError
 from agentkit.types import FloatArray, Group, IntArray, Trajectory
 
+_NO_IDS: IntArray = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -52,7 +54,8 @@ class Batch:
     members: NDArray[np.int64]
     """int64 ``[S]``: index of the episode within its group."""
     bootstraps: NDArray[np.bool_]
-    """bool ``[S]``: the episode was truncated before an answer; the value after ``final_ids`` replaces the rest."""
+    """bool ``[S]``: the episode ends with ``final_ids``, because it was truncated before an answer; a critic's value
+    there replaces the rest."""
 
     @property
     def num_sequences(self) -> int:
@@ -102,8 +105,13 @@ class Batch:
         return np.bincount(self.sequence_ids, weights=self.mask, minlength=self.num_sequences).astype(np.int64)
 
 
-def flatten(groups: Sequence[Group]) -> Batch:
+def flatten(groups: Sequence[Group], *, final_states: bool = True) -> Batch:
     """Concatenate the members of the groups in the given order.
+
+    Args:
+        groups: complete groups.
+        final_states: keep the ``final_ids`` of truncated episodes, which only critics read. Without them, the policy's
+            passes do not compute them.
 
     Raises ``LearnerError`` for input that cannot be trained on: no episodes, a voided episode, a context that starts
     with an action token (it has no state), records of unequal lengths, a reward that is not finite, or a reward without
@@ -113,9 +121,14 @@ def flatten(groups: Sequence[Group]) -> Batch:
     if not episodes:
         raise LearnerError("a batch without episodes: pass at least one group that has members")
     numbers: dict[str, int] = {}
-    parts = [_columns(trajectory, numbers) for trajectory in episodes]
+    finals = [_final_ids(trajectory) if final_states else _NO_IDS for trajectory in episodes]
+    parts = [_columns(trajectory, final, numbers) for trajectory, final in zip(episodes, finals, strict=True)]
     lengths = [len(part[0]) for part in parts]
-    contexts = [length for trajectory in episodes for length in _context_lengths(trajectory)]
+    contexts = [
+        length
+        for trajectory, final in zip(episodes, finals, strict=True)
+        for length in _context_lengths(trajectory, final)
+    ]
     tokens, mask, logprobs, rewards, turn_ids, versions, states = (
         np.concatenate(column) for column in zip(*parts, strict=True)
     )
@@ -131,7 +144,7 @@ def flatten(groups: Sequence[Group]) -> Batch:
         states=states,
         group_ids=np.array([trajectory.group_id for trajectory in episodes], np.int64),
         members=np.array([trajectory.member for trajectory in episodes], np.int64),
-        bootstraps=np.array([_is_cut_off(trajectory) for trajectory in episodes], np.bool_),
+        bootstraps=np.array([len(final) > 0 for final in finals], np.bool_),
     )
 
 
@@ -142,27 +155,24 @@ def per_episode(batch: Batch, columns: Mapping[str, FloatArray]) -> list[dict[st
     return [{name: parts[index] for name, parts in divided.items()} for index in range(batch.num_sequences)]
 
 
-def _is_cut_off(trajectory: Trajectory) -> bool:
-    return trajectory.outcome == "truncated" and len(trajectory.final_ids) > 0
-
-
 def _final_ids(trajectory: Trajectory) -> IntArray:
     """Return the ids after the last turn that belong to the sequence."""
-    return trajectory.final_ids if trajectory.outcome == "truncated" else np.empty(0, np.int32)
+    return trajectory.final_ids if trajectory.outcome == "truncated" else _NO_IDS
 
 
-def _context_lengths(trajectory: Trajectory) -> list[int]:
+def _context_lengths(trajectory: Trajectory, final: IntArray) -> list[int]:
     lengths = [len(turn.prompt_ids) + len(turn.action_ids) for turn in trajectory.turns]
-    lengths.append(len(_final_ids(trajectory)))
+    lengths.append(len(final))
     if not trajectory.rerendered:
         lengths = [sum(lengths)]
     return [length for length in lengths if length]
 
 
-def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:
+def _columns(trajectory: Trajectory, final: IntArray, numbers: dict[str, int]) -> tuple[np.ndarray, ...]:
     """Return the per-token columns of one episode: tokens, mask, logprobs, rewards, turn ids, versions, states.
 
-    ``numbers`` maps the states seen so far to their numbers; new states are added.
+    ``final``: the ids after the last turn. ``numbers`` maps the states seen so far to their numbers; new states are
+    added.
     """
     where = f"episode {trajectory.group_id}/{trajectory.member}"
     if trajectory.outcome == "voided":
@@ -171,13 +181,13 @@ def _columns(trajectory: Trajectory, numbers: dict[str, int]) -> tuple[np.ndarra
     for index, turn in enumerate(trajectory.turns):
         _check_turn(turn.action_ids, turn.action_logprobs, turn.versions, f"{where}, turn {index}")
         pieces += [(turn.prompt_ids, False, index), (turn.action_ids, True, index)]
-    pieces.append((_final_ids(trajectory), False, len(trajectory.turns)))
+    pieces.append((final, False, len(trajectory.turns)))
 
     sizes = [len(ids) for ids, _, _ in pieces]
     tokens = np.concatenate([ids for ids, _, _ in pieces] or [np.empty(0, np.int32)]).astype(np.int32)
     mask = np.repeat(np.array([is_action for _, is_action, _ in pieces], np.bool_), sizes)
     turn_ids = np.repeat(np.array([index for _, _, index in pieces], np.int32), sizes)
-    starts = np.cumsum([0, *_context_lengths(trajectory)])[:-1]
+    starts = np.cumsum([0, *_context_lengths(trajectory, final)])[:-1]
     if mask[starts].any():
         raise LearnerError(f"{where} begins with an action token: the first turn needs prompt_ids to act on")
 

@@ -296,7 +296,7 @@ class _Run:
             return False
         got = time.monotonic()
         with progress.work(f"{label}: training", detail=self.loop.under_way):
-            batch = flatten(groups)
+            batch = flatten(groups, final_states=self.config.critic is not None)
             metrics = await self.roles.train(batch, self.step)
             credit = await self.roles.learner.token_credit()
             weights = await self.roles.stage(self.step + 1)

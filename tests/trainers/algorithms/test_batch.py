@@ -50,6 +50,19 @@ def test_every_column_of_a_small_batch():
     assert dtypes == [np.int32, np.float32, np.float32, np.int32, np.int32]
 
 
+def test_final_observations_can_be_left_out():
+    silent = episode(outcome="truncated", final_ids=np.array([9, 9], np.int32))
+    cut = episode(turn([1, 2], [3], 0.5), outcome="truncated", final_ids=np.array([9], np.int32))
+    batch = flatten([Group(3, 0, 0, [silent, cut])], final_states=False)
+    assert batch.tokens.tolist() == [1, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 0, 3]
+    assert batch.cu_contexts.tolist() == [0, 3]
+    assert batch.bootstraps.tolist() == [False, False]
+    assert batch.turn_ids.tolist() == [0, 0, 0]
+    assert batch.action_counts.tolist() == [0, 1]
+    assert flatten([Group(3, 0, 0, [silent, cut])]).bootstraps.tolist() == [True, True]
+
+
 def test_a_state_is_the_last_observation_of_the_environment():
     """An answer without a valid format does not change the environment, so the reply is not a new state."""
     shown = ["a", "b", "No valid format.\nb", "No valid format.\nb", "a", "c"]

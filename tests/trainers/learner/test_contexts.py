@@ -76,6 +76,26 @@ def test_contexts_change_nothing_but_what_the_model_reads(configure, make_groups
             np.testing.assert_allclose(other, one, rtol=1e-2, atol=2e-4 * np.abs(one).max())
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "gigpo", "reinforce", "chunk_returns"])
+def test_without_a_critic_final_observations_change_nothing(configure, make_groups, gradients, advantage):
+    groups = make_groups(3)
+    batches = flatten(groups), flatten(groups, final_states=False)
+    assert batches[0].bootstraps.any()
+    assert not batches[1].bootstraps.any()
+    assert batches[1].num_tokens < batches[0].num_tokens
+    assert batches[1].action_counts.tolist() == batches[0].action_counts.tolist()
+    found = []
+    for batch in batches:
+        sections = {"algorithm": {"advantage": advantage}, "rollout": {"groups": 4, "group_size": 3}}
+        metrics = started(configure(**sections)).train(batch, 0)
+        found.append((metrics, gradients.copy()))
+        gradients.clear()
+    (metrics, one), (other_metrics, other) = found
+    assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    for (_, gradient), (_, other_gradient) in zip(one, other, strict=True):
+        np.testing.assert_allclose(other_gradient, gradient, rtol=1e-3, atol=1e-5 * np.abs(gradient).max())
+
+
 def test_log_probabilities_are_those_of_each_context_alone(configure, make_groups, tiny_model):
     """Contexts of unrelated tokens, as a template makes that rewrites the history."""
     groups = make_groups(5)
