@@ -199,8 +199,8 @@ process and one run:
 All arms begin with the same weights of a model of 0.4 to 0.5 M parameters, in float32, and use AdamW with the same
 settings, temperature 1, no KL term, groups of {group} episodes, one optimiser step per batch, and no gradient
 checkpointing. torch computes with one thread for generating and one for training; only async ratio 1 uses both at the
-same time. Other work ran on the machine: the ratios within a round count, not the seconds. CPU seconds, of all
-threads of the process, depend less on other work. They do not show what overlaps.
+same time. The ratios within a round count, not the seconds, because other work may run on the machine. CPU seconds, of
+all threads of the process, depend less on other work. They do not show what overlaps.
 
 The length of an answer follows from the weights: the single-turn model cannot end an answer, and the multi-turn model
 knows its calls by heart. The table shows the tokens that were generated per episode.
@@ -212,7 +212,9 @@ ratio 1, *generation* overlaps with *training* and is no part of *wait*. The flo
 
 ## Single turn
 
-Countdown: {single_episodes} episodes per step, answers of {single_tokens} tokens.
+Countdown: {single_episodes} episodes per step, answers of {single_tokens} tokens after prompts of about 105 tokens. In
+training, agentkit computes the prompt of a group once (`learner.share_prefixes`), TRL and the floor once for each
+episode, so agentkit can be faster than the floor.
 
 {single}
 ## Several turns with slow steps
