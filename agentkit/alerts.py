@@ -393,11 +393,16 @@ def _one_failure(rows: Sequence[Row]) -> Iterator[Alert]:
     ((kind, count),) = types.most_common(1)
     if count <= DOMINATES * failures:
         return
+    first, last = int(recent[0]["step"]), int(recent[-1]["step"])
     text = (
-        f"{count:.0f} of {failures:.0f} failures of environments in the last {len(recent)} steps "
-        f"({episodes:.0f} episodes) are of one type, {kind}"
+        f"{count:.0f} of {failures:.0f} failures of environments in steps {first} to {last} ({episodes:.0f} episodes, "
+        f"{recovered.total():.0f} failures recovered) are of one type, {kind}"
     )
-    remedy = _REMEDIES.get(kind, "read the errors with `agentkit show RUN --ending voided` or `--sandboxes`")
+    remedy = _REMEDIES.get(
+        kind,
+        "read the errors of voided episodes (the dashboard's table with the use `voided`, or `agentkit show RUN "
+        "--ending voided`) and of sandboxes (`--sandboxes`)",
+    )
     yield Alert("one_failure", kind, int(recent[-1]["step"]), text, _meaning(kind), remedy)
 
 

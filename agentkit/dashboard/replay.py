@@ -91,7 +91,8 @@ async def replay(path: Path, number: int) -> dict[str, Any]:
         except (RegistryError, EnvError) as error:
             raise type(error)(
                 f"the environment cannot be made in a {sandbox} sandbox: {error}. The sandbox needs the packages that "
-                "the run had: install the environment's extra or plug-in here, or into the image of the run"
+                "the run had: install the environment's extra or plug-in here, or into the image of the run. A class "
+                "that a script registered is not known here: an entry point makes it known (docs/write_your_own.md)"
             ) from error
         if not description.deterministic:
             raise ConfigError(

@@ -226,8 +226,10 @@ def test_one_replay_at_a_time_which_ends_with_the_server(run: Path) -> None:
         time.sleep(0.01)
     with pytest.raises(ReplayError, match="another replay is running"):
         replays.replay(run, FIRST)
-    time.sleep(1.0)  # its sandbox is being created
     process = replays._running
+    while asyncio.run(local_sandboxes()) == 0:
+        assert process.poll() is None
+        time.sleep(0.01)
     replays.close()
     thread.join()
     assert errors

@@ -95,7 +95,7 @@ export class Episodes {
     this.summary.replaceChildren(
       h("strong", null, count(this.found.length)), ` of ${count(this.columns.id.length)} episodes`,
       valid.length ? ` · success ${percent(mean(success))} · mean return ${number(mean(reward))} · ${number(mean(turns))} turns` : "",
-      valid.length < this.found.length ? ` (without ${count(this.found.length - valid.length)} whose environment failed)` : "");
+      valid.length && valid.length < this.found.length ? ` (without ${count(this.found.length - valid.length)} whose environment failed)` : "");
   }
 
   drawRows() {
