@@ -136,7 +136,7 @@ class HarborTasks(AsyncTextEnv):
         self._command_timeout, self._time_limit, self._output_limit = command_timeout, time_limit, output_limit
         self._pools: sandbox_pools.SandboxPools | None = None
         self._places: dict[str, _Place] = {}
-        self._outcomes: dict[str, Outcome] = {}  # of untouched tasks, by their digests
+        self._verdicts: dict[str, Verdict] = {}  # of untouched tasks, by their digests
         self._lease: Lease | None = None
         self._shell: Shell | None = None
         self._spent = 0.0
@@ -258,11 +258,15 @@ class HarborTasks(AsyncTextEnv):
         return True
 
     async def _untouched(self, task: Task) -> Outcome:
-        """Return what the tests give on the files that the task starts with. They run once for each task."""
+        """Return what the tests give on the files that the task starts with. A verdict is kept; without one, the next
+        call runs the tests again, because the machine may have been too slow."""
         digest = await asyncio.to_thread(dockerfiles.digest_of, task.folder)
-        if digest not in self._outcomes:
-            self._outcomes[digest] = await self._tested(task, None)
-        return self._outcomes[digest]
+        if digest in self._verdicts:
+            return self._verdicts[digest]
+        found = await self._tested(task, None)
+        if isinstance(found, Verdict):
+            self._verdicts[digest] = found
+        return found
 
     async def _tested(self, task: Task, snapshot: Snapshot | None) -> Outcome:
         """Run the tests in a new sandbox, with the agent's files, or (None) with those that the task starts with."""

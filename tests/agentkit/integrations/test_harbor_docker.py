@@ -186,7 +186,7 @@ def spy(env: HarborTasks) -> list[bool]:
     return runs
 
 
-async def test_the_untouched_task_is_tested_once(make: Make) -> None:
+async def test_the_untouched_task_is_tested_until_it_has_a_verdict(make: Make) -> None:
     env = make()
     runs = spy(env)
     for _ in range(2):
@@ -194,9 +194,10 @@ async def test_the_untouched_task_is_tested_once(make: Make) -> None:
         assert "neither reward.txt" in info["verdict_error"]
     assert runs == [False, True, False]
     (env.tasks[0].folder / "tests" / "test.sh").write_text("#!/bin/bash\nexit\n", encoding="utf-8")
-    with pytest.raises(EnvContractError, match="is broken"):
-        await play(env, "submit")
-    assert runs == [False, True, False, False, True]
+    for _ in range(2):  # a task without a verdict is tested again: the machine may have been too slow
+        with pytest.raises(EnvContractError, match="is broken"):
+            await play(env, "submit")
+    assert runs == [False, True, False, False, True, False, True]
 
 
 async def test_destroying_the_tests_pays_no_more_than_doing_nothing(make: Make) -> None:
@@ -220,7 +221,7 @@ async def test_a_sandbox_that_fails_while_the_untouched_task_is_tested_voids_the
     with pytest.raises(EnvCrashed) as caught:
         await submitting
     assert not isinstance(caught.value, UnexplainedCrash)
-    assert env._outcomes == {}
+    assert env._verdicts == {}
 
 
 async def test_rewards_by_name(make: Make) -> None:
